@@ -1,0 +1,197 @@
+"""The paper's decoding (section 6.1) behind `generate()`: its length penalty and its length limit for each row.
+
+Beam search itself is that of transformers. This file ships with every saved model.
+Source: Vaswani et al. 2017, section 6.1; Wu et al. 2016, "Google's Neural Machine Translation System", equation (14).
+"""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
+
+from .configuration_vanilla_transformer import PAPER_DECODING
+
+
+logger = logging.get_logger(__name__)
+
+LENGTH_PENALTY_TYPES = ("gnmt", "hub")
+
+
+class GNMTLengthPenalty(float):
+    """The exponent alpha of the GNMT length penalty: `length ** GNMTLengthPenalty(alpha)` is ((5 + length) / 6) ** alpha.
+
+    Beam search divides a hypothesis' log-probability by `length ** length_penalty`, which makes this class all that
+    the paper's ranking needs; everywhere else, and in JSON, it is the plain number alpha.
+
+    Source: Wu et al. 2016, equation (14) without coverage; Vaswani et al. 2017, section 6.1 (alpha = 0.6).
+    """
+
+    def __rpow__(self, length: float) -> float:  # type: ignore[override]
+        return ((5 + length) / 6) ** float(self)
+
+
+class MaxNewTokensPerRow(StoppingCriteria):
+    """Ends each row at a number of generated tokens of its own.
+
+    Args:
+        limits (`torch.LongTensor` of shape `(batch,)`): Generated tokens at most, the end of sentence counted.
+        prompt_length (`int`): Tokens that the decoder started from, which do not count.
+    """
+
+    def __init__(self, limits: torch.Tensor, prompt_length: int):
+        self.limits = limits
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
+        rows_per_source = input_ids.shape[0] // self.limits.shape[0]
+        limits = self.limits.to(input_ids.device).repeat_interleave(rows_per_source)
+        return input_ids.shape[1] - self.prompt_length >= limits
+
+
+def paper_generation_config(config: Any) -> GenerationConfig:
+    """Generation settings of a new model: the paper's (section 6.1), token ids and what the configuration handed over."""
+    settings = {
+        **PAPER_DECODING,
+        "bos_token_id": config.bos_token_id,
+        "pad_token_id": config.pad_token_id,
+        "eos_token_id": config.eos_token_id,
+        "decoder_start_token_id": config.decoder_start_token_id,
+        **getattr(config, "_moved_generation_settings", {}),
+    }
+    if "length_penalty" in settings and settings.get("num_beams") == 1:
+        # A length penalty without beams means nothing, and transformers warns of it at every save.
+        settings["early_stopping"] = False
+    return GenerationConfig(**settings)
+
+
+class VanillaTransformerGenerationMixin(GenerationMixin):
+    """`generate()` with the paper's length penalty, its limit for each row, and the mask that padding implies.
+
+    Differs from the stock method in three points:
+
+    - `length_penalty_type` "gnmt" divides by ((5 + length) / 6) ** length_penalty, "hub" (or absent) by
+      length ** length_penalty, length being the generated tokens, end of sentence included;
+    - `max_new_tokens_over_source` n ends each row at its own kept source tokens + n generated tokens, end of sentence
+      counted on both sides; only `max_length` or `max_new_tokens` given in the call replace it;
+    - without `attention_mask`, tokens equal to `pad_token_id` are masked.
+
+    Source: Vaswani et al. 2017, section 6.1.
+    """
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generates translations; see `transformers.GenerationMixin.generate` for everything not named here.
+
+        Args:
+            inputs (`torch.LongTensor` of shape `(batch, source_length)`, *optional*): Source tokens, or `input_ids`.
+            generation_config (`GenerationConfig`, *optional*): Replaces settings of the model's own for this call.
+            logits_processor (`LogitsProcessorList`, *optional*): Additional processors.
+            stopping_criteria (`StoppingCriteriaList`, *optional*): Additional criteria.
+            kwargs: Settings for this call, `length_penalty_type` and `max_new_tokens_over_source` among them, and
+                inputs of the model (`attention_mask`, `encoder_outputs`, `decoder_input_ids` ...).
+
+        Returns:
+            `torch.LongTensor` of shape `(batch * num_return_sequences, length)`, or a `ModelOutput` with
+            `return_dict_in_generate=True`.
+
+        Raises:
+            ValueError: An unknown `length_penalty_type` or a negative `max_new_tokens_over_source`.
+        """
+        given = generation_config if generation_config is not self.generation_config else None
+        settings = copy.deepcopy(given)
+
+        def setting(name: str) -> Any:
+            """The value in force: from the call, else from its generation_config, else from the model's."""
+            for value in (kwargs.get(name), getattr(given, name, None), getattr(self.generation_config, name, None)):
+                if value is not None:
+                    return value
+            return None
+
+        def settle(name: str, value: Any) -> None:
+            if settings is None:
+                kwargs[name] = value
+            else:
+                kwargs.pop(name, None)
+                setattr(settings, name, value)
+
+        penalty_type = setting("length_penalty_type") or "hub"
+        over_source = setting("max_new_tokens_over_source")
+        if penalty_type not in LENGTH_PENALTY_TYPES:
+            raise ValueError(
+                f"length_penalty_type must be one of {', '.join(LENGTH_PENALTY_TYPES)}, got {penalty_type!r}; "
+                '"gnmt" is the paper\'s ((5 + length) / 6) ** p, "hub" is length ** p.'
+            )
+        if over_source is not None and (not isinstance(over_source, int) or over_source < 0):
+            raise ValueError(f"max_new_tokens_over_source must be a whole number of at least 0, got {over_source!r}.")
+        kwargs.pop("length_penalty_type", None)
+        kwargs.pop("max_new_tokens_over_source", None)
+        penalty = setting("length_penalty")
+        if penalty_type == "gnmt" and penalty is not None and (setting("num_beams") or 1) > 1:
+            settle("length_penalty", GNMTLengthPenalty(penalty))
+
+        source_lengths = self._prepare_source_mask(inputs, kwargs)
+        given_limits = [kwargs.get(name) or getattr(given, name, None) for name in ("max_length", "max_new_tokens")]
+        if over_source is not None and source_lengths is not None and not any(given_limits):
+            limits = source_lengths + over_source
+            # The longest row's limit bounds the call; each row's own limit is a criterion of its own.
+            prompt_length = self._decoder_prompt_length(kwargs, setting("decoder_start_token_id"))
+            settle("max_length", prompt_length + int(limits.max()))
+            settle("max_new_tokens", None)
+            if int(limits.min()) < int(limits.max()):
+                stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), MaxNewTokensPerRow(limits, prompt_length)])
+
+        return super().generate(
+            inputs,
+            generation_config=settings,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            **kwargs,
+        )
+
+    def _prepare_source_mask(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Puts the mask that padding implies into `kwargs`; returns the kept source tokens of each row, shape (batch,)."""
+        input_ids = kwargs.get("input_ids") if inputs is None else inputs
+        mask = kwargs.get("attention_mask")
+        if mask is None and input_ids is not None and input_ids.ndim == 2 and not input_ids.is_floating_point():
+            mask = input_ids.ne(self.config.pad_token_id).long()
+            kwargs["attention_mask"] = mask
+        if mask is not None:
+            return mask.sum(dim=-1) if mask.ndim == 2 else None
+        states = kwargs.get("inputs_embeds")
+        if states is None and (encoder_outputs := kwargs.get("encoder_outputs")) is not None:
+            logger.warning_once(
+                "encoder_outputs were given without attention_mask: every encoder position is attended to, padding "
+                "too; pass the attention_mask that the encoder saw."
+            )
+            states = encoder_outputs[0]
+        if states is None:
+            return None
+        return torch.full((states.shape[0],), states.shape[1], dtype=torch.long, device=states.device)
+
+    def _decoder_prompt_length(self, kwargs: dict[str, Any], start_token_id: Any) -> int:
+        """Tokens that the decoder starts from; `generate()` prepends the start token where no row begins with it."""
+        prompt = kwargs.get("decoder_input_ids")
+        if prompt is None:
+            return 1
+        starts = torch.as_tensor(start_token_id, device=prompt.device).reshape(-1)
+        return prompt.shape[1] + int(bool((prompt[:, 0] != starts).all()))
+
+    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
+        """Called by `from_pretrained`: a checkpoint without generation_config.json decodes as the paper does.
+
+        The stock method would build settings from config.json, which holds none, and so fall back to 20 greedy tokens.
+        """
+        super().adjust_generation_fn(generation_config, *args, **kwargs)
+        if generation_config is None and getattr(self.generation_config, "_from_model_config", False):
+            self.generation_config = paper_generation_config(self.config)
+
+
+__all__ = ["VanillaTransformerGenerationMixin"]

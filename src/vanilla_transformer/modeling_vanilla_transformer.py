@@ -1,0 +1,1042 @@
+"""The Transformer of "Attention Is All You Need" (Vaswani et al. 2017), in the order of the paper's sections.
+
+Read from top to bottom: attention (3.2), feed-forward (3.3), embeddings and positions (3.4, 3.5), the layers and stacks
+(3.1), the loss (5.4), and the classes that transformers loads. The equation stands first; where a faster way to the same
+numbers exists it stands beside it and says when it applies. This file ships with every saved model.
+"""
+
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.utils import logging
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_vanilla_transformer import VanillaTransformerConfig
+from .generation_vanilla_transformer import VanillaTransformerGenerationMixin, paper_generation_config
+
+
+if TYPE_CHECKING:
+    # Never imported here at run time: the line makes the pipeline's file travel wherever this one is copied.
+    from .pipeline_vanilla_transformer import VanillaTransformerTranslationPipeline  # noqa: F401
+
+
+logger = logging.get_logger(__name__)
+
+# transformers renamed `past_key_values` to `cache` within version 5; outputs carry whichever name the installed one has.
+CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
+accept_old_cache_name = deprecate_kwarg(
+    "past_key_values", version="5.40.0" if CACHE == "cache" else "5.0.0", new_name="cache"
+)
+
+# Up to this many keys the matrix products of equation (1) beat the CPU kernel of scaled_dot_product_attention.
+MAX_KEYS_FOR_MATRIX_PRODUCTS = 512
+# Numbers in the largest piece of the logits matrix that training holds at a time, on a CPU and on an accelerator.
+LOGITS_CHUNK_ELEMENTS = {"cpu": 2**21, "accelerator": 2**26}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dropout (section 5.4)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+    """Zeroes each number with probability `p` and divides the others by 1 - p (section 5.4).
+
+    On a CPU the mask is cut from 64-bit random words, fifteen bits a number, which takes a tenth of the time that
+    `torch.nn.functional.dropout` takes there; `p` is then rounded to a multiple of 2 ** -15 and the scale follows it.
+
+    Args:
+        x (`torch.Tensor`): Any shape, floating point.
+        p (`float`): Probability in [0, 1).
+        training (`bool`): False returns `x` itself.
+    """
+    if not training or p == 0.0:
+        return x
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, p, training=True)
+    kept_of_32768 = round((1.0 - p) * 32768)
+    if kept_of_32768 == 0:
+        return torch.zeros_like(x)
+    words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    bits = words.view(torch.int16)[: x.numel()].view(x.shape)
+    # The sign bit of (random - kept) is 1 with the wanted probability; spread over 16 bits it selects 0 or the bit
+    # pattern of 1.0 in bfloat16.
+    mask = bits.bitwise_and_(0x7FFF).sub_(kept_of_32768).bitwise_right_shift_(15).bitwise_and_(0x3F80)
+    return x * mask.view(torch.bfloat16).to(x.dtype).mul_(32768 / kept_of_32768)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention (section 3.2)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V, written out, with the weights returned.
+
+    Args:
+        query (`torch.Tensor` of shape `(batch, num_heads, target_length, d_k)`): Q.
+        key (`torch.Tensor` of shape `(batch, num_heads, source_length, d_k)`): K.
+        value (`torch.Tensor` of shape `(batch, num_heads, source_length, d_v)`): V.
+        mask (`torch.BoolTensor` broadcastable to `(batch, num_heads, target_length, source_length)`, *optional*): True
+            where a key may be attended to; None means everywhere. A query that may attend to nothing gets zeros.
+        dropout_p (`float`, defaults to 0.0): Dropout on the weights; not in the paper.
+
+    Returns:
+        The output, shape `(batch, num_heads, target_length, d_v)`, and the weights, shape
+        `(batch, num_heads, target_length, source_length)`.
+
+    Source: Vaswani et al. 2017, section 3.2.1, equation (1).
+    """
+    scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)  # not even a query without any key attends to a masked one
+    weights = dropout(weights, dropout_p, training=dropout_p > 0.0)
+    return weights @ value, weights
+
+
+def fast_scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float = 0.0
+) -> torch.Tensor:
+    """Equation (1) without the weights: the same numbers as `scaled_dot_product_attention`, sooner.
+
+    Args:
+        query, key, value, dropout_p: As in `scaled_dot_product_attention`.
+        mask (`torch.Tensor`, *optional*): Boolean as there, or, from `fast_mask`, what is added to the scores (0 or minus
+            infinity): then two matrix products and a softmax, which on a CPU beat the fused kernel at sentence lengths.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, num_heads, target_length, d_v)`.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
+    scores = torch.matmul(query * (1.0 / math.sqrt(query.shape[-1])), key.transpose(-2, -1))
+    weights = torch.softmax(scores.add_(mask.to(scores.dtype)), dim=-1)
+    return torch.matmul(dropout(weights, dropout_p, training=dropout_p > 0.0), value)
+
+
+def fast_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The form of a boolean mask that `fast_scaled_dot_product_attention` is fastest with, made once for all layers.
+
+    On a CPU, for at most `MAX_KEYS_FOR_MATRIX_PRODUCTS` keys, that is a tensor to add to the scores, provided that every
+    query may attend to something (a softmax over minus infinity alone is not a number); else the mask itself.
+    """
+    if mask.device.type != "cpu" or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return mask
+    if mask.shape[-1] > MAX_KEYS_FOR_MATRIX_PRODUCTS or not bool(mask.any(dim=-1).all()):
+        return mask
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+class MultiHeadAttention(nn.Module):
+    """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O, head_i = Attention(Q W^Q_i, K W^K_i, V W^V_i).
+
+    One class for the three uses of section 3.2.3: self-attention of the encoder and of the decoder, and the decoder's
+    attention to the encoder. The h matrices W^Q_i stand side by side in `q_proj`, and so on. No biases, as in the paper,
+    unless `config.attention_bias`.
+
+    Source: Vaswani et al. 2017, section 3.2.2.
+    """
+
+    def __init__(self, config: VanillaTransformerConfig, layer_idx: int, is_cross_attention: bool = False):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_cross_attention = is_cross_attention
+        self.num_heads = config.num_heads
+        self.dropout = config.attention_dropout
+        d_k, d_v = config.head_dimensions
+        self.q_proj = nn.Linear(config.d_model, config.num_heads * d_k, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.d_model, config.num_heads * d_k, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.d_model, config.num_heads * d_v, bias=config.attention_bias)
+        self.out_proj = nn.Linear(config.num_heads * d_v, config.d_model, bias=config.attention_bias)
+
+    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, num_heads * width)` to `(batch, num_heads, length, width)`."""
+        return x.view(x.shape[0], x.shape[1], self.num_heads, -1).transpose(1, 2)
+
+    def project_keys_and_values(self, states: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """K W^K and V W^V, split into heads; from the cache where they are known already.
+
+        Args:
+            states (`torch.Tensor` of shape `(batch, length, d_model)`): The new positions, or the encoder's output.
+            cache (`Cache`, *optional*): Keys and values of earlier steps; cross-attention fills its part only once.
+        """
+        if not isinstance(cache, EncoderDecoderCache):
+            key, value = self.split_heads(self.k_proj(states)), self.split_heads(self.v_proj(states))
+            return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+        part = cache.cross_attention_cache if self.is_cross_attention else cache.self_attention_cache
+        if self.is_cross_attention and cache.is_updated.get(self.layer_idx):
+            layer = part.layers[self.layer_idx]
+            return layer.keys, layer.values
+        key, value = self.split_heads(self.k_proj(states)), self.split_heads(self.v_proj(states))
+        key, value = part.update(key, value, self.layer_idx)
+        if self.is_cross_attention:
+            cache.is_updated[self.layer_idx] = True
+        return key, value
+
+    def forward(
+        self,
+        query_states: torch.Tensor,
+        key_value_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends from `query_states` to `key_value_states` (the same tensor in self-attention).
+
+        Args:
+            query_states (`torch.Tensor` of shape `(batch, target_length, d_model)`): What asks.
+            key_value_states (`torch.Tensor` of shape `(batch, source_length, d_model)`): What is attended to.
+            mask (`torch.Tensor`, *optional*): See `scaled_dot_product_attention` and `fast_mask`.
+            cache (`Cache`, *optional*): Keys and values of earlier steps.
+            output_attentions (`bool`, *optional*): True takes the written-out path, which has weights.
+
+        Returns:
+            The output, shape `(batch, target_length, d_model)`, and the weights, shape
+            `(batch, num_heads, target_length, source_length)`, or None on the fast path.
+        """
+        query = self.split_heads(self.q_proj(query_states))
+        key, value = self.project_keys_and_values(key_value_states, cache)
+        dropout_p = self.dropout if self.training else 0.0
+        weights: torch.Tensor | None = None
+        if self.config._attn_implementation == "eager" or output_attentions:
+            heads, weights = scaled_dot_product_attention(query, key, value, mask, dropout_p)
+        else:
+            heads = fast_scaled_dot_product_attention(query, key, value, mask, dropout_p)
+        concatenated = heads.transpose(1, 2).reshape(*query_states.shape[:2], -1)
+        return self.out_proj(concatenated), weights
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Position-wise feed-forward networks (section 3.3)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class FeedForward(nn.Module):
+    """FFN(x) = max(0, x W_1 + b_1) W_2 + b_2, at each position alone.
+
+    Source: Vaswani et al. 2017, section 3.3, equation (2). `config.activation` may replace the ReLU.
+    """
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.d_model, config.d_ff)
+        self.fc2 = nn.Linear(config.d_ff, config.d_model)
+        self.activation = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}[config.activation]
+        self.dropout = config.activation_dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape `(batch, length, d_model)` in and out."""
+        return self.fc2(dropout(self.activation(self.fc1(x)), self.dropout, self.training))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Positional encoding (section 3.5)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def sinusoidal_encoding(positions: torch.Tensor, d_model: int) -> torch.Tensor:
+    """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model)).
+
+    Computed anew from the positions, in float64 (float32 where the device has no float64), at any length: there is no
+    table to store, to reload or to outgrow. With an odd `d_model` the last column is a sine.
+
+    Args:
+        positions (`torch.LongTensor` of any shape): Positions, from 0.
+        d_model (`int`): Width of the encoding.
+
+    Returns:
+        `torch.FloatTensor` of shape `(*positions.shape, d_model)`, float32.
+
+    Source: Vaswani et al. 2017, section 3.5.
+    """
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    column = torch.arange(d_model, device=positions.device)
+    wavelength_over_2_pi = torch.pow(10000.0, (column - column % 2).to(dtype) / d_model)
+    angle = positions.to(dtype).unsqueeze(-1) / wavelength_over_2_pi
+    return torch.where(column % 2 == 0, angle.sin(), angle.cos()).float()
+
+
+class PositionEncoding(nn.Module):
+    """Adds positions to scaled embeddings: sinusoids (section 3.5) or a learned table (Table 3, row E).
+
+    Parameters: none for sinusoids; `embed_positions.weight` of shape `(max_position_embeddings, d_model)` when learned.
+    """
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__()
+        self.d_model = config.d_model
+        self.max_positions = config.max_position_embeddings
+        self.embed_positions = (
+            nn.Embedding(config.max_position_embeddings, config.d_model)
+            if config.position_embedding == "learned"
+            else None
+        )
+
+    def forward(self, positions: torch.Tensor, length: int | None) -> torch.Tensor:
+        """Encodings of `positions`, shape `(*positions.shape, d_model)`.
+
+        Args:
+            positions (`torch.LongTensor` of shape `(batch or 1, length)`): Positions, from 0.
+            length (`int`, *optional*): No position reaches it; None where a static cache hides it.
+
+        Raises:
+            ValueError: The table of learned positions is too short.
+        """
+        if self.embed_positions is not None:
+            if length is not None and length > self.max_positions:
+                raise ValueError(
+                    f"the sequence has {length} tokens but max_position_embeddings={self.max_positions}: learned positions "
+                    "end there; shorten the input (truncation=True) or use position_embedding='sinusoidal'."
+                )
+            return self.embed_positions(positions)
+        if length is None or length >= positions.numel():
+            return sinusoidal_encoding(positions, self.d_model)
+        # Fewer positions than tokens: compute each once.
+        return sinusoidal_encoding(torch.arange(length, device=positions.device), self.d_model)[positions]
+
+
+def positions_of_kept_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """Position of each token = number of kept tokens before it in its row, so that padding moves nothing.
+
+    Args:
+        mask (`torch.BoolTensor` of shape `(batch, length)`): True for kept tokens.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, length)`.
+    """
+    kept = mask.long()
+    return kept.cumsum(dim=-1) - kept
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Encoder and decoder layers (section 3.1, figure 1)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class ResidualLayer(GradientCheckpointingLayer):
+    """What encoder and decoder layers share: each sub-layer's output is LayerNorm(x + Dropout(Sublayer(x)))."""
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__()
+        self.dropout = config.dropout
+        self.norm_first = config.norm_first
+
+    def add_and_norm(self, x: torch.Tensor, sublayer: Any, norm: nn.LayerNorm) -> torch.Tensor:
+        """Residual connection and layer normalisation around a sub-layer, shape `(batch, length, d_model)` in and out.
+
+        Source: Vaswani et al. 2017, sections 3.1 and 5.4.
+        """
+        if self.norm_first:
+            # Differs from the paper, on request: x + Dropout(Sublayer(LayerNorm(x))).
+            return x + dropout(sublayer(norm(x)), self.dropout, self.training)
+        return norm(x + dropout(sublayer(x), self.dropout, self.training))
+
+
+class VanillaTransformerEncoderLayer(ResidualLayer):
+    """Self-attention, then feed-forward (figure 1, left)."""
+
+    def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
+        super().__init__(config)
+        self.self_attention = MultiHeadAttention(config, layer_idx)
+        self.self_attention_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, source_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        """Shape `(batch, source_length, d_model)` in and out.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch, source_length, d_model)`): Output of the layer below.
+            source_mask (`torch.Tensor` broadcastable to `(batch, num_heads, source_length, source_length)`, *optional*):
+                Which source tokens are kept.
+        """
+        x = hidden_states
+        x = self.add_and_norm(
+            x, lambda y: self.self_attention(y, y, source_mask, **kwargs)[0], self.self_attention_norm
+        )
+        return self.add_and_norm(x, self.feed_forward, self.feed_forward_norm)
+
+
+class VanillaTransformerDecoderLayer(ResidualLayer):
+    """Causal self-attention, attention to the encoder, then feed-forward (figure 1, right)."""
+
+    def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
+        super().__init__(config)
+        self.self_attention = MultiHeadAttention(config, layer_idx)
+        self.self_attention_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.cross_attention = MultiHeadAttention(config, layer_idx, is_cross_attention=True)
+        self.cross_attention_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        target_mask: torch.Tensor | None,
+        encoder_hidden_states: torch.Tensor | None,
+        source_mask: torch.Tensor | None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Shape `(batch, target_length, d_model)` in and out.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch, target_length, d_model)`): Output of the layer below.
+            target_mask (`torch.Tensor` broadcastable to `(batch, num_heads, target_length, key_length)`, *optional*): No
+                attention to later positions, nor to padding.
+            encoder_hidden_states (`torch.Tensor` of shape `(batch, source_length, d_model)`, *optional*): The encoder's
+                output; None leaves attention to it out.
+            source_mask (`torch.Tensor` broadcastable to `(batch, num_heads, target_length, source_length)`, *optional*):
+                Which source tokens are kept.
+            cache (`Cache`, *optional*): Keys and values of earlier steps.
+        """
+        x = hidden_states
+        x = self.add_and_norm(
+            x, lambda y: self.self_attention(y, y, target_mask, cache, **kwargs)[0], self.self_attention_norm
+        )
+        if encoder_hidden_states is not None:
+            x = self.add_and_norm(
+                x,
+                lambda y: self.cross_attention(y, encoder_hidden_states, source_mask, cache, **kwargs)[0],
+                self.cross_attention_norm,
+            )
+        return self.add_and_norm(x, self.feed_forward, self.feed_forward_norm)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What transformers needs to know of every model
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class VanillaTransformerPreTrainedModel(PreTrainedModel):
+    """Initialisation, saving and loading, common to all classes below."""
+
+    config_class = VanillaTransformerConfig
+    config: VanillaTransformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["VanillaTransformerEncoderLayer", "VanillaTransformerDecoderLayer"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Xavier-uniform projections, embeddings of standard deviation d_model ** -0.5 (so of 1 after scaling).
+
+        The paper does not say how it initialised; these are the choices of the authors' own tensor2tensor.
+        """
+        if isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=self.config.d_model**-0.5)
+            # A slice does not carry the mark that protects loaded weights, hence the question.
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes every word matrix, tied or not; see `PreTrainedModel.resize_token_embeddings`."""
+        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        decoder = getattr(self.base_model, "decoder", None)
+        if decoder is not None and decoder.embed_tokens.weight.shape[0] != self.config.vocab_size:
+            decoder.embed_tokens = self._get_resized_embeddings(decoder.embed_tokens, self.config.vocab_size)
+        return cast(nn.Embedding, embeddings)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves weights, configuration, generation settings and the code that opens them.
+
+        See `PreTrainedModel.save_pretrained`. The folder is self-contained: `trust_remote_code=True` opens it on a
+        machine that has only transformers and torch.
+        """
+        super().save_pretrained(save_directory, *args, **kwargs)
+        here = Path(cast(str, sys.modules[VanillaTransformerPreTrainedModel.__module__].__file__)).parent
+        for source in sorted(here.glob("*_vanilla_transformer.py")):
+            target = Path(save_directory) / source.name
+            if not target.exists() or not source.samefile(target):
+                shutil.copyfile(source, target)
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        """Two short rows, one of them padded."""
+        pad, end = self.config.pad_token_id, self.config.vocab_size - 1
+        input_ids = torch.tensor([[end, end, end], [end, end, pad]], device=self.device)
+        return {"input_ids": input_ids, "attention_mask": input_ids.ne(pad), "decoder_input_ids": input_ids}
+
+
+def kept_tokens(
+    input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, pad_token_id: int | None
+) -> torch.Tensor | None:
+    """The Hub's 1/0 mask as a boolean one; where none is given, every token but padding is kept.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(batch, length)`, *optional*): Tokens.
+        attention_mask (`torch.Tensor` of shape `(batch, length)`, *optional*): 1 for kept tokens, 0 for padding.
+        pad_token_id (`int`, *optional*): The padding token.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch, length)`, True for kept tokens; None where neither is given.
+
+    Raises:
+        ValueError: The mask is not two-dimensional.
+    """
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask must have the shape (batch, length), got {tuple(attention_mask.shape)}; causal masks are "
+                "made by the model itself."
+            )
+        return attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
+    if input_ids is not None and pad_token_id is not None:
+        return input_ids.ne(pad_token_id)
+    return None
+
+
+class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
+    """What encoder and decoder share: embeddings (section 3.4), positions, layers, and a final norm on request."""
+
+    def __init__(self, config: VanillaTransformerConfig, layer_class: Any, num_layers: int):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model, config.pad_token_id)
+        self.positions = PositionEncoding(config)
+        self.layers = nn.ModuleList([layer_class(config, layer_idx) for layer_idx in range(num_layers)])
+        # Differs from the paper, on request: pre-norm stacks need a last LayerNorm.
+        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps) if config.has_final_norm else nn.Identity()
+        self.gradient_checkpointing = False
+
+    def embed(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        positions: torch.Tensor,
+        length: int | None,
+    ) -> torch.Tensor:
+        """Dropout(embedding * sqrt(d_model) + position), shape `(batch, length, d_model)`.
+
+        `inputs_embeds` are rows of the embedding matrix as `get_input_embeddings()` gives them, not yet scaled.
+
+        Source: Vaswani et al. 2017, sections 3.4, 3.5 and 5.4.
+        """
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        encodings = self.positions(positions.to(inputs_embeds.device), length)
+        x = inputs_embeds * math.sqrt(self.config.d_model) + encodings.to(inputs_embeds.dtype)
+        return dropout(x, self.config.dropout, self.training)
+
+    def mask_for_layers(self, mask: torch.Tensor | None, x: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        """The mask in the form that the attention implementation in force takes."""
+        if mask is None or self.config._attn_implementation == "eager" or kwargs.get("output_attentions"):
+            return mask
+        return fast_mask(mask, x.dtype)
+
+
+def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, prefix: str = "") -> None:
+    """Raises ValueError unless exactly one of the two is given."""
+    if (input_ids is None) == (inputs_embeds is None):
+        found = "neither" if input_ids is None else "both"
+        raise ValueError(f"give either {prefix}input_ids or {prefix}inputs_embeds, got {found}.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Encoder and decoder stacks (section 3.1)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class VanillaTransformerEncoder(VanillaTransformerStack):
+    """N layers of self-attention and feed-forward over the source (figure 1, left)."""
+
+    _can_record_outputs = {
+        "hidden_states": VanillaTransformerEncoderLayer,
+        "attentions": MultiHeadAttention,
+    }
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config, VanillaTransformerEncoderLayer, config.encoder_layers)
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Encodes the source.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, source_length)`, *optional*): Source tokens.
+            attention_mask (`torch.Tensor` of shape `(batch, source_length)`, *optional*): 1 for kept tokens, 0 for
+                padding; None means `input_ids != pad_token_id`.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch, source_length, d_model)`, *optional*): Unscaled
+                embeddings in place of `input_ids`.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` of shape `(batch, source_length, d_model)`.
+
+        Raises:
+            ValueError: Both or neither of `input_ids` and `inputs_embeds`, or a mask that is not two-dimensional.
+        """
+        check_one_input(input_ids, inputs_embeds)
+        kept = kept_tokens(input_ids, attention_mask, self.config.pad_token_id)
+        length = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        if kept is None:
+            positions = torch.arange(length).unsqueeze(0)
+        else:
+            positions = positions_of_kept_tokens(kept)
+        x = self.embed(input_ids, inputs_embeds, positions, length)
+        source_mask = None if kept is None else kept.to(x.device)[:, None, None, :]
+        source_mask = self.mask_for_layers(source_mask, x, **kwargs)
+        for layer in self.layers:
+            x = layer(x, source_mask, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.norm(x))
+
+
+class VanillaTransformerDecoder(VanillaTransformerStack):
+    """N layers of causal self-attention, attention to the encoder, and feed-forward (figure 1, right)."""
+
+    _can_record_outputs = {
+        "hidden_states": VanillaTransformerDecoderLayer,
+        "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="self_attention"),
+        "cross_attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="cross_attention"),
+    }
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config, VanillaTransformerDecoderLayer, config.decoder_layers)
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @accept_old_cache_name
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.FloatTensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Decodes the target from the tokens so far.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Target tokens not yet cached.
+            attention_mask (`torch.Tensor` of shape `(batch, cached_length + target_length)`, *optional*): 1 for kept
+                target tokens, 0 for padding; None keeps all.
+            encoder_hidden_states (`torch.FloatTensor` of shape `(batch, source_length, d_model)`, *optional*): The
+                encoder's output.
+            encoder_attention_mask (`torch.Tensor` of shape `(batch, source_length)`, *optional*): 1 for kept source
+                tokens, 0 for padding; None keeps all.
+            cache (`Cache`, *optional*): Keys and values of earlier steps.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch, target_length, d_model)`, *optional*): Unscaled
+                embeddings in place of `input_ids`.
+            use_cache (`bool`, *optional*): Whether to return a cache; None means the configuration's.
+
+        Returns:
+            `BaseModelOutputWithPastAndCrossAttentions`, `last_hidden_state` of shape `(batch, target_length, d_model)`.
+
+        Raises:
+            ValueError: Both or neither of `input_ids` and `inputs_embeds`, or a mask that is not two-dimensional.
+        """
+        check_one_input(input_ids, inputs_embeds, "decoder_")
+        if use_cache and cache is None:
+            cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        inputs = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        length = inputs.shape[1]
+        past = 0 if cache is None else cache.get_seq_length()
+        static_length = static_cache_length(cache)
+        kept = kept_tokens(None, attention_mask, None)
+
+        # Without padding a token's position is its index; with padding, the number of kept tokens before it.
+        index = torch.arange(length, device=inputs.device) + past
+        if kept is None:
+            positions = index.unsqueeze(0)
+        else:
+            positions = positions_of_kept_tokens(kept.to(inputs.device))[:, -length:]
+        x = self.embed(input_ids, inputs_embeds, positions, None if static_length is not None else past + length)
+
+        target_mask: torch.Tensor | None = None
+        if length > 1 or static_length is not None or kept is not None:
+            # Section 3.2.3: no position attends to a later one.
+            key_length = past + length if static_length is None else static_length
+            target_mask = (torch.arange(key_length, device=x.device) <= index[:, None])[None, None]
+            if kept is not None:
+                kept = F.pad(kept.to(x.device), (0, key_length - kept.shape[1]), value=True)
+                target_mask = target_mask & kept[:, None, None, :]
+            target_mask = self.mask_for_layers(target_mask, x, **kwargs)
+        source_kept = kept_tokens(None, encoder_attention_mask, None)
+        source_mask = None if source_kept is None else source_kept.to(x.device)[:, None, None, :]
+        source_mask = self.mask_for_layers(source_mask, x, **kwargs)
+
+        for layer in self.layers:
+            x = layer(x, target_mask, encoder_hidden_states, source_mask, cache, **kwargs)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(x), **{CACHE: cache})
+
+
+def static_cache_length(cache: Cache | None) -> int | None:
+    """Slots of a cache whose size is fixed in advance; None for one that grows, or for none."""
+    part = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    layers = getattr(part, "layers", None)
+    return getattr(layers[0], "max_cache_len", None) if layers else None
+
+
+class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
+    """Encoder and decoder without the output projection (figure 1).
+
+    One matrix embeds source and target (section 3.4), unless `config.tie_word_embeddings` is False.
+    """
+
+    _tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config)
+        self.encoder = VanillaTransformerEncoder(config)
+        self.decoder = VanillaTransformerDecoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The source embedding, which is the target embedding too where they are tied."""
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the source embedding, and the target embedding where they are tied."""
+        self.encoder.embed_tokens = value
+        if self.config.tie_word_embeddings:
+            self.decoder.embed_tokens = value
+
+    @can_return_tuple
+    @accept_old_cache_name
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqModelOutput:
+        """Encodes the source and decodes the target given so far.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, source_length)`, *optional*): Source tokens.
+            attention_mask (`torch.Tensor` of shape `(batch, source_length)`, *optional*): 1 for kept source tokens, 0 for
+                padding; None means `input_ids != pad_token_id`.
+            decoder_input_ids (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Target tokens, the start
+                token first.
+            decoder_attention_mask (`torch.Tensor` of shape `(batch, target_length)`, *optional*): 1 for kept target
+                tokens; None keeps all.
+            encoder_outputs (`BaseModelOutput` or `tuple`, *optional*): Output of an earlier call of the encoder.
+            cache (`Cache`, *optional*): Keys and values of earlier steps.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch, source_length, d_model)`, *optional*): Unscaled source
+                embeddings in place of `input_ids`.
+            decoder_inputs_embeds (`torch.FloatTensor` of shape `(batch, target_length, d_model)`, *optional*): Unscaled
+                target embeddings in place of `decoder_input_ids`.
+            use_cache (`bool`, *optional*): Whether to return a cache; None means the configuration's.
+
+        Returns:
+            `Seq2SeqModelOutput`, `last_hidden_state` of shape `(batch, target_length, d_model)`.
+        """
+        if attention_mask is None and input_ids is not None:
+            attention_mask = kept_tokens(input_ids, None, self.config.pad_token_id)
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            )
+        elif not isinstance(encoder_outputs, BaseModelOutput):
+            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+        encoder_outputs = cast(BaseModelOutput, encoder_outputs)
+        decoder_outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            cache=cache,
+            inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+            **{CACHE: decoder_outputs.get(CACHE)},
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Output probabilities and the training loss (sections 3.4 and 5.4)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def label_smoothed_loss(
+    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, num_items: torch.Tensor | int | None
+) -> torch.Tensor:
+    """Cross-entropy against (1 - epsilon) * one-hot + epsilon / V, over the labels that are not -100.
+
+    Args:
+        logits (`torch.Tensor` of shape `(batch, target_length, vocab_size)`): Unnormalised scores.
+        labels (`torch.LongTensor` of shape `(batch, target_length)`): Words; -100 is left out.
+        label_smoothing (`float`): epsilon_ls.
+        num_items (`torch.Tensor` or `int`, *optional*): What the sum is divided by; None means the labels counted.
+
+    Returns:
+        `torch.FloatTensor`, a scalar; 0 where every label is -100.
+
+    Source: Vaswani et al. 2017, section 5.4; Szegedy et al. 2015, "Rethinking the Inception Architecture", section 7.
+    """
+    labels = labels.to(logits.device)
+    total = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
+    )
+    return total / divisor_of_loss(labels, num_items)
+
+
+def divisor_of_loss(labels: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
+    """`num_items` or the number of labels that are not -100, at least 1."""
+    count = labels.ne(-100).sum() if num_items is None else torch.as_tensor(num_items)
+    return count.to(labels.device).clamp(min=1)
+
+
+class FusedLabelSmoothedLoss(torch.autograd.Function):
+    """Output projection and `label_smoothed_loss` in one, chunk by chunk: the whole logits matrix never exists.
+
+    The gradient with respect to the logits z is softmax(z) - (1 - epsilon) * one-hot - epsilon / V, known as soon as z is;
+    so forward multiplies it on to the hidden states and the matrix at once, and backward only scales.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, label_smoothing):
+        """Sum of the losses of all rows.
+
+        Args:
+            ctx: Context of autograd.
+            hidden (`torch.Tensor` of shape `(tokens, d_model)`): Decoder output at the labelled positions.
+            weight (`torch.Tensor` of shape `(vocab_size, d_model)`): Output projection.
+            bias (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Its bias.
+            labels (`torch.LongTensor` of shape `(tokens,)`): Words.
+            label_smoothing (`float`): epsilon_ls.
+        """
+        device_type = hidden.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+        vocab_size = weight.shape[0]
+        elements = LOGITS_CHUNK_ELEMENTS["cpu" if device_type == "cpu" else "accelerator"]
+        # At least d_model rows: adding up the gradient of the matrix must not cost more than its products.
+        rows = max(elements // vocab_size, hidden.shape[1])
+        with torch.autocast(device_type, enabled=False):
+            matrix = weight.to(dtype)
+            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            grad_bias = None if bias is None else torch.zeros(vocab_size, dtype=torch.float32, device=hidden.device)
+            for start in range(0, hidden.shape[0], rows):
+                states = hidden[start : start + rows].to(dtype)
+                words = labels[start : start + rows, None]
+                logits = (states @ matrix.t()).float()
+                if bias is not None:
+                    logits += bias.float()
+                probabilities = torch.softmax(logits, dim=-1)
+                # log sum exp from the largest logit and its probability: no second pass of exponentials.
+                log_normaliser = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
+                log_probability = logits.gather(1, words)[:, 0] - log_normaliser
+                mean_log_probability = logits.mean(dim=-1) - log_normaliser
+                total -= ((1 - label_smoothing) * log_probability + label_smoothing * mean_log_probability).sum()
+
+                gradient = probabilities.sub_(label_smoothing / vocab_size)
+                gradient.scatter_add_(1, words, torch.full_like(words, label_smoothing - 1, dtype=gradient.dtype))
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(dim=0)
+                gradient = gradient.to(dtype)
+                grad_hidden[start : start + rows] = gradient @ matrix
+                grad_weight += gradient.t() @ states
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        """Scales the gradients that forward prepared."""
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            grad_hidden * grad_output.to(grad_hidden.dtype),
+            (grad_weight * grad_output).to(weight_dtype),
+            None if grad_bias is None else (grad_bias * grad_output).to(bias_dtype),
+            None,
+            None,
+        )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is an `nn.Linear` and nothing else: no subclass, adapter, hook, parametrisation or own forward."""
+    return (
+        type(module) is nn.Linear
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        and not module._backward_pre_hooks
+        and "forward" not in vars(module)
+    )
+
+
+class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedModel, VanillaTransformerGenerationMixin):
+    """The whole model of figure 1: encoder, decoder, output projection, loss and `generate()`.
+
+    The output projection is the embedding matrix (section 3.4), unless `config.tie_word_embeddings` is False.
+    """
+
+    _tied_weights_keys = {
+        "model.decoder.embed_tokens.weight": "model.encoder.embed_tokens.weight",
+        "lm_head.weight": "model.encoder.embed_tokens.weight",
+    }
+    # The loss divides by num_items_in_batch itself, so that Trainer must not divide by its accumulation steps.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config)
+        self.model = VanillaTransformerModel(config)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=config.output_bias)
+        self.post_init()
+        self.generation_config = paper_generation_config(config)
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels shifted right by one, the start token first: what the decoder reads while it learns `labels`.
+
+        Args:
+            labels (`torch.LongTensor` of shape `(batch, target_length)`): Words, -100 where there is none.
+
+        Returns:
+            `torch.LongTensor` of shape `(batch, target_length)`, padding in place of -100.
+        """
+        start = labels.new_full((labels.shape[0], 1), cast(int, self.config.decoder_start_token_id))
+        shifted = torch.cat([start, labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+
+    @can_return_tuple
+    @accept_old_cache_name
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """Logits, or in training mode the loss.
+
+        Args:
+            input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, cache, inputs_embeds,
+                decoder_inputs_embeds, use_cache: As in `VanillaTransformerModel`.
+            labels (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Words to predict, the end of sentence
+                last; -100 is left out. Shifted right they are the decoder's input, where none is given.
+            num_items_in_batch (`torch.Tensor` or `int`, *optional*): What the summed loss is divided by; None means the
+                number of labels that are not -100.
+            logits_to_keep (`int` or `torch.LongTensor`, defaults to 0): Only the last so many positions, or these indices,
+                get logits; 0 means all.
+
+        Returns:
+            `Seq2SeqLMOutput`. In training mode with labels: `loss`, smoothed by `config.label_smoothing`, and `logits` None,
+            since the fused path never makes them (they are made where the output projection is not a plain linear layer).
+            Otherwise `logits` of shape `(batch, target_length, vocab_size)` and, with labels, the loss unsmoothed.
+
+        Source: Vaswani et al. 2017, sections 3.4 and 5.4.
+        """
+        if labels is not None:
+            use_cache = False if cache is None else use_cache
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = cast(torch.LongTensor, self.prepare_decoder_input_ids_from_labels(labels))
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        loss, logits = None, None
+        if labels is not None and self.training and is_plain_linear(self.lm_head) and not torch.compiler.is_compiling():
+            labels = cast(torch.LongTensor, labels.to(hidden.device))
+            kept = labels.ne(-100)
+            total = FusedLabelSmoothedLoss.apply(
+                hidden[kept], self.lm_head.weight, self.lm_head.bias, labels[kept], self.config.label_smoothing
+            )
+            loss = total / divisor_of_loss(labels, num_items_in_batch)
+        else:
+            if isinstance(logits_to_keep, torch.Tensor):
+                hidden = hidden[:, logits_to_keep]
+            elif logits_to_keep:
+                hidden = hidden[:, -logits_to_keep:]
+            logits = self.lm_head(hidden)
+            if labels is not None:
+                smoothing = self.config.label_smoothing if self.training else 0.0
+                loss = label_smoothed_loss(logits, labels, smoothing, num_items_in_batch)
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+            encoder_attentions=outputs.encoder_attentions,
+            **{CACHE: outputs.get(CACHE)},
+        )
+
+
+__all__ = [
+    "VanillaTransformerEncoder",
+    "VanillaTransformerDecoder",
+    "VanillaTransformerForConditionalGeneration",
+    "VanillaTransformerModel",
+    "VanillaTransformerPreTrainedModel",
+]

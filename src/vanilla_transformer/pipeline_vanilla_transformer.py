@@ -1,0 +1,167 @@
+"""The translation pipeline: text in, text out, for this model and for any other sequence-to-sequence model.
+
+transformers 5 removed its own; this one returns what that of version 4 returned. This file ships with every saved model.
+"""
+
+from typing import Any
+
+import torch
+from transformers import Pipeline
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# Above this a tokenizer's model_max_length means "not known" (transformers writes 10 ** 30).
+NO_LENGTH_LIMIT = 10**9
+
+
+class VanillaTransformerTranslationPipeline(Pipeline):
+    """Translates strings.
+
+    `pipeline("translation", model=...)` and `pipeline("translation_en_to_de", model=...)` build it. A string gives
+    `[{"translation_text": str}]`, a list of strings a list of such dictionaries in the same order (with
+    `num_return_sequences` above 1: a list of lists), a generator or dataset an iterator of lists. White space alone
+    translates to the empty string and never reaches the model. A text longer than the tokenizer's `model_max_length` is cut
+    there, the end of sentence kept, with a warning.
+
+    Call-time arguments: `return_tensors=True` gives `translation_token_ids` in place of the text,
+    `clean_up_tokenization_spaces`, `truncation`, `src_lang` and `tgt_lang` (tokenizers of multilingual models),
+    `batch_size`, and every argument of `generate()`.
+    """
+
+    _load_tokenizer = True
+    _load_processor = False
+    _load_image_processor = False
+    _load_video_processor = False
+    _load_feature_extractor = False
+    # generate() takes its settings from the model; what the call adds goes straight to it.
+    _pipeline_calls_generate = False
+
+    def _sanitize_parameters(
+        self,
+        return_tensors: bool | None = None,
+        return_text: bool | None = None,
+        clean_up_tokenization_spaces: bool | None = None,
+        truncation: Any = None,
+        src_lang: str | None = None,
+        tgt_lang: str | None = None,
+        **generate_kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        preprocess: dict[str, Any] = {"truncation": truncation, "src_lang": src_lang, "tgt_lang": tgt_lang}
+        parts = (self.task or "").split("_")
+        if len(parts) == 4 and parts[0] == "translation" and parts[2] == "to":  # translation_XX_to_YY
+            preprocess["src_lang"] = src_lang or parts[1]
+            preprocess["tgt_lang"] = tgt_lang or parts[3]
+        if return_tensors is None and return_text is not None:
+            return_tensors = not return_text
+        postprocess = {"return_tensors": return_tensors, "clean_up_tokenization_spaces": clean_up_tokenization_spaces}
+        return (
+            {name: value for name, value in preprocess.items() if value is not None},
+            generate_kwargs,
+            {name: value for name, value in postprocess.items() if value is not None},
+        )
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Translates one string, a list or tuple of strings, a generator or a dataset.
+
+        Args:
+            inputs (`str`, `list[str]`, generator or dataset): What to translate.
+            args: Further strings, as version 4 took them.
+            kwargs: See the class.
+
+        Returns:
+            `list[dict]` for a string or a list; `list[list[dict]]` for a list with several sequences each; an iterator of
+            `list[dict]` for a generator or dataset.
+
+        Raises:
+            TypeError: An input that is not a string.
+        """
+        if args:
+            inputs = [inputs, *args]
+        if isinstance(inputs, tuple):
+            inputs = list(inputs)
+        if isinstance(inputs, list) and not inputs:
+            return []
+        result = super().__call__(inputs, **kwargs)
+        if isinstance(inputs, list) and all(len(each) == 1 for each in result):
+            return [each[0] for each in result]
+        return result
+
+    def preprocess(
+        self, text: str, truncation: Any = None, src_lang: str | None = None, tgt_lang: str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Token ids and mask of one text, shape `(1, length)`; a blank text has a mask of zeros."""
+        if not isinstance(text, str):
+            raise TypeError(
+                f"the translation pipeline takes strings, got {type(text).__name__}: {text!r:.80}; pass a string, a list of "
+                "strings, or KeyDataset(dataset, column)."
+            )
+        tokenizer = self.tokenizer
+        if not text.strip():
+            end = getattr(tokenizer, "eos_token_id", None) or 0
+            return {"input_ids": torch.tensor([[end]]), "attention_mask": torch.tensor([[0]])}
+        text = self._task_prefix() + text
+        build = getattr(tokenizer, "_build_translation_inputs", None)
+        if build is not None and src_lang is not None and tgt_lang is not None:
+            encoded = build(text, return_tensors="pt", truncation=bool(truncation), src_lang=src_lang, tgt_lang=tgt_lang)
+            return {name: encoded[name] for name in ("input_ids", "attention_mask", "forced_bos_token_id") if name in encoded}
+        limit = tokenizer.model_max_length
+        encoded = tokenizer(text, return_tensors="pt", truncation=False, verbose=False)
+        length = encoded["input_ids"].shape[1]
+        if truncation is not False and limit < NO_LENGTH_LIMIT and length > limit:
+            logger.warning(
+                f"a text of {length} tokens is longer than the tokenizer's model_max_length of {limit} and was cut there: "
+                f"{text!r:.60}"
+            )
+            encoded = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)
+        return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+
+    def _task_prefix(self) -> str:
+        """What models such as T5 want before the text of this task; the empty string for others."""
+        settings = getattr(self.model.config, "task_specific_params", None) or {}
+        return (settings.get(self.task) or {}).get("prefix") or getattr(self.model.config, "prefix", None) or ""
+
+    def _forward(self, model_inputs: dict[str, torch.Tensor], **generate_kwargs: Any) -> dict[str, torch.Tensor]:
+        """Generates for the rows that are not blank; returns `output_ids` of shape `(batch, sequences, length)`."""
+        input_ids, mask = model_inputs["input_ids"], model_inputs["attention_mask"]
+        forced = model_inputs.get("forced_bos_token_id")
+        if forced is not None:
+            generate_kwargs.setdefault("forced_bos_token_id", int(torch.as_tensor(forced).reshape(-1)[0]))
+        settings = generate_kwargs.get("generation_config") or self.model.generation_config
+        sequences = generate_kwargs.get("num_return_sequences") or settings.num_return_sequences or 1
+        kept = mask.any(dim=-1)
+        pad = self.tokenizer.pad_token_id
+        blank_fill = pad if pad is not None else self.tokenizer.eos_token_id
+        if not bool(kept.any()):
+            return {"output_ids": input_ids.new_full((input_ids.shape[0], sequences, 1), blank_fill), "kept": kept}
+        if bool(kept.all()):
+            rows = self.model.generate(input_ids=input_ids, attention_mask=mask, **generate_kwargs)
+        else:
+            rows = self.model.generate(input_ids=input_ids[kept], attention_mask=mask[kept], **generate_kwargs)
+        rows = rows if isinstance(rows, torch.Tensor) else rows.sequences
+        output = rows.new_full((input_ids.shape[0], sequences, rows.shape[-1]), blank_fill)
+        output[kept] = rows.view(-1, sequences, rows.shape[-1])
+        return {"output_ids": output, "kept": kept}
+
+    def postprocess(
+        self,
+        model_outputs: dict[str, torch.Tensor],
+        return_tensors: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> list[dict[str, Any]]:
+        """One dictionary for each sequence of one text."""
+        records: list[dict[str, Any]] = []
+        blank = not bool(model_outputs["kept"].reshape(-1)[0])
+        for ids in model_outputs["output_ids"].reshape(-1, model_outputs["output_ids"].shape[-1]):
+            if return_tensors:
+                records.append({"translation_token_ids": ids})
+                continue
+            text = self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=clean_up_tokenization_spaces
+            )
+            records.append({"translation_text": "" if blank else text})
+        return records
+
+
+__all__ = ["VanillaTransformerTranslationPipeline"]
