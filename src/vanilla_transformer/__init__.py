@@ -51,9 +51,7 @@ class TranslationTaskAliases(dict):
 def _register() -> None:
     AutoConfig.register(VanillaTransformerConfig.model_type, VanillaTransformerConfig, exist_ok=True)
     AutoModel.register(VanillaTransformerConfig, VanillaTransformerModel, exist_ok=True)
-    AutoModelForSeq2SeqLM.register(
-        VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, exist_ok=True
-    )
+    AutoModelForSeq2SeqLM.register(VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, exist_ok=True)
     registry = pipelines.PIPELINE_REGISTRY
     if "translation" in registry.supported_tasks:  # registered already, or a transformers that still has its own
         return

@@ -1,6 +1,7 @@
 """Configuration of the 2017 Transformer: the paper's symbols as fields, the paper's base model as defaults.
 
-This file ships with every saved model, so it imports nothing but the standard library, huggingface_hub and transformers.
+This file ships with every saved model, so it imports nothing but the standard library, huggingface_hub and
+transformers.
 Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3 and 6.2 (Table 3).
 """
 
@@ -104,19 +105,23 @@ class VanillaTransformerConfig(PretrainedConfig):
         decoder_layers (`int`, defaults to 6): Layers N of the decoder.
         d_k (`int`, *optional*): Width of a query and a key of one head; None means `d_model / num_heads`.
         d_v (`int`, *optional*): Width of a value of one head; None means `d_model / num_heads`.
-        dropout (`float`, defaults to 0.1): P_drop on each sub-layer's output and on embeddings + positions (section 5.4).
+        dropout (`float`, defaults to 0.1): P_drop on each sub-layer's output and on embeddings + positions (section
+            5.4).
         attention_dropout (`float`, defaults to 0.0): Dropout on attention weights. Not in the paper.
         activation_dropout (`float`, defaults to 0.0): Dropout inside the feed-forward block. Not in the paper.
         activation (`str`, defaults to "relu"): "relu" (the paper), "gelu" or "silu".
         position_embedding (`str`, defaults to "sinusoidal"): "sinusoidal" (section 3.5) or "learned" (Table 3, row E).
         max_position_embeddings (`int`, defaults to 1024): Rows of the learned position table; sinusoids have no limit.
-        norm_first (`bool`, defaults to False): x + Sublayer(LayerNorm(x)) instead of the paper's LayerNorm(x + Sublayer(x)).
+        norm_first (`bool`, defaults to False): x + Sublayer(LayerNorm(x)) instead of the paper's LayerNorm(x +
+            Sublayer(x)).
         final_norm (`bool`, *optional*): LayerNorm after each stack; None means `norm_first`, which needs it.
-        attention_bias (`bool`, defaults to False): Biases in the four attention projections. Not in the paper's equations.
+        attention_bias (`bool`, defaults to False): Biases in the four attention projections. Not in the paper's
+            equations.
         output_bias (`bool`, defaults to False): Bias of the output projection. Not in the paper.
         layer_norm_eps (`float`, defaults to 1e-5): Added to the variance in LayerNorm.
         tie_word_embeddings (`bool`, defaults to True): One matrix for source, target and output (section 3.4).
-        label_smoothing (`float`, defaults to 0.1): epsilon_ls of the training loss (section 5.4), spread over all words.
+        label_smoothing (`float`, defaults to 0.1): epsilon_ls of the training loss (section 5.4), spread over all
+            words.
         use_cache (`bool`, defaults to True): Whether the decoder returns its keys and values for the next step.
         bos_token_id (`int`, defaults to 0): Begin of sentence.
         pad_token_id (`int`, defaults to 1): Padding; must differ from `eos_token_id`.
@@ -190,7 +195,8 @@ class VanillaTransformerConfig(PretrainedConfig):
                 raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
         if self.max_position_embeddings < 1:
             raise ValueError(
-                f"max_position_embeddings must be at least 1, got max_position_embeddings={self.max_position_embeddings}."
+                "max_position_embeddings must be at least 1, got "
+                f"max_position_embeddings={self.max_position_embeddings}."
             )
         for name in ("d_k", "d_v"):
             value = getattr(self, name)
@@ -207,7 +213,9 @@ class VanillaTransformerConfig(PretrainedConfig):
         if self.layer_norm_eps <= 0:
             raise ValueError(f"layer_norm_eps must be positive, got layer_norm_eps={self.layer_norm_eps}.")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got activation={self.activation!r}.")
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got activation={self.activation!r}."
+            )
         if self.position_embedding not in POSITION_EMBEDDINGS:
             raise ValueError(
                 f"position_embedding must be one of {', '.join(POSITION_EMBEDDINGS)}, "

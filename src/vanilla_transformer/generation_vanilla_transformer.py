@@ -16,11 +16,16 @@ from .configuration_vanilla_transformer import PAPER_DECODING
 
 logger = logging.get_logger(__name__)
 
+ENCODER_OUTPUTS_WITHOUT_MASK = (
+    "encoder_outputs were given without attention_mask: every encoder position is attended to, padding too; pass the "
+    "attention_mask that the encoder saw."
+)
 LENGTH_PENALTY_TYPES = ("gnmt", "hub")
 
 
 class GNMTLengthPenalty(float):
-    """The exponent alpha of the GNMT length penalty: `length ** GNMTLengthPenalty(alpha)` is ((5 + length) / 6) ** alpha.
+    """The exponent alpha of the GNMT length penalty: `length ** GNMTLengthPenalty(alpha)` is ((5 + length) / 6) **
+    alpha.
 
     Beam search divides a hypothesis' log-probability by `length ** length_penalty`, which makes this class all that
     the paper's ranking needs; everywhere else, and in JSON, it is the plain number alpha.
@@ -51,7 +56,7 @@ class MaxNewTokensPerRow(StoppingCriteria):
 
 
 def paper_generation_config(config: Any) -> GenerationConfig:
-    """Generation settings of a new model: the paper's (section 6.1), token ids and what the configuration handed over."""
+    """Settings of a new model: the paper's (section 6.1), token ids, and what the configuration handed over."""
     settings = {
         **PAPER_DECODING,
         "bos_token_id": config.bos_token_id,
@@ -146,7 +151,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             settle("max_length", prompt_length + int(limits.max()))
             settle("max_new_tokens", None)
             if int(limits.min()) < int(limits.max()):
-                stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), MaxNewTokensPerRow(limits, prompt_length)])
+                stopping_criteria = StoppingCriteriaList(
+                    [*(stopping_criteria or []), MaxNewTokensPerRow(limits, prompt_length)]
+                )
 
         return super().generate(
             inputs,
@@ -157,7 +164,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         )
 
     def _prepare_source_mask(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Puts the mask that padding implies into `kwargs`; returns the kept source tokens of each row, shape (batch,)."""
+        """Puts the mask that padding implies into `kwargs`; returns kept source tokens of each row, shape (batch,)."""
         input_ids = kwargs.get("input_ids") if inputs is None else inputs
         mask = kwargs.get("attention_mask")
         if mask is None and input_ids is not None and input_ids.ndim == 2 and not input_ids.is_floating_point():
@@ -167,10 +174,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             return mask.sum(dim=-1) if mask.ndim == 2 else None
         states = kwargs.get("inputs_embeds")
         if states is None and (encoder_outputs := kwargs.get("encoder_outputs")) is not None:
-            logger.warning_once(
-                "encoder_outputs were given without attention_mask: every encoder position is attended to, padding "
-                "too; pass the attention_mask that the encoder saw."
-            )
+            logger.warning_once(ENCODER_OUTPUTS_WITHOUT_MASK)
             states = encoder_outputs[0]
         if states is None:
             return None

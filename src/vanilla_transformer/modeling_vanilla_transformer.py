@@ -1,7 +1,8 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al. 2017), in the order of the paper's sections.
 
-Read from top to bottom: attention (3.2), feed-forward (3.3), embeddings and positions (3.4, 3.5), the layers and stacks
-(3.1), the loss (5.4), and the classes that transformers loads. The equation stands first; where a faster way to the same
+Read from top to bottom: attention (3.2), feed-forward (3.3), embeddings and positions (3.4, 3.5), the layers and
+stacks (3.1), the loss (5.4), and the classes that transformers loads. The equation stands first; where a faster way to
+    the same
 numbers exists it stands beside it and says when it applies. This file ships with every saved model.
 """
 
@@ -30,7 +31,11 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_vanilla_transformer import VanillaTransformerConfig
-from .generation_vanilla_transformer import VanillaTransformerGenerationMixin, paper_generation_config
+from .generation_vanilla_transformer import (
+    ENCODER_OUTPUTS_WITHOUT_MASK,
+    VanillaTransformerGenerationMixin,
+    paper_generation_config,
+)
 
 
 if TYPE_CHECKING:
@@ -40,7 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# transformers renamed `past_key_values` to `cache` within version 5; outputs carry whichever name the installed one has.
+# transformers renamed `past_key_values` to `cache` within version 5; outputs carry whichever name the installed one
+# has.
 CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 accept_old_cache_name = deprecate_kwarg(
     "past_key_values", version="5.40.0" if CACHE == "cache" else "5.0.0", new_name="cache"
@@ -52,9 +58,9 @@ MAX_KEYS_FOR_MATRIX_PRODUCTS = 512
 LOGITS_CHUNK_ELEMENTS = {"cpu": 2**21, "accelerator": 2**26}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Dropout (section 5.4)
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
@@ -83,9 +89,9 @@ def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     return x * mask.view(torch.bfloat16).to(x.dtype).mul_(32768 / kept_of_32768)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Attention (section 3.2)
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(
@@ -124,8 +130,9 @@ def fast_scaled_dot_product_attention(
 
     Args:
         query, key, value, dropout_p: As in `scaled_dot_product_attention`.
-        mask (`torch.Tensor`, *optional*): Boolean as there, or, from `fast_mask`, what is added to the scores (0 or minus
-            infinity): then two matrix products and a softmax, which on a CPU beat the fused kernel at sentence lengths.
+        mask (`torch.Tensor`, *optional*): Boolean as there, or, from `fast_mask`, what is added to the scores (0 or
+            minus infinity): then two matrix products and a softmax, which on a CPU beat the fused kernel at sentence
+            lengths.
 
     Returns:
         `torch.Tensor` of shape `(batch, num_heads, target_length, d_v)`.
@@ -140,8 +147,8 @@ def fast_scaled_dot_product_attention(
 def fast_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The form of a boolean mask that `fast_scaled_dot_product_attention` is fastest with, made once for all layers.
 
-    On a CPU, for at most `MAX_KEYS_FOR_MATRIX_PRODUCTS` keys, that is a tensor to add to the scores, provided that every
-    query may attend to something (a softmax over minus infinity alone is not a number); else the mask itself.
+    On a CPU, for at most `MAX_KEYS_FOR_MATRIX_PRODUCTS` keys, that is a tensor to add to the scores, provided that
+    every query may attend to something (a softmax over minus infinity alone is not a number); else the mask itself.
     """
     if mask.device.type != "cpu" or torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return mask
@@ -156,8 +163,8 @@ class MultiHeadAttention(nn.Module):
     """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O, head_i = Attention(Q W^Q_i, K W^K_i, V W^V_i).
 
     One class for the three uses of section 3.2.3: self-attention of the encoder and of the decoder, and the decoder's
-    attention to the encoder. The h matrices W^Q_i stand side by side in `q_proj`, and so on. No biases, as in the paper,
-    unless `config.attention_bias`.
+    attention to the encoder. The h matrices W^Q_i stand side by side in `q_proj`, and so on. No biases, as in the
+    paper, unless `config.attention_bias`.
 
     Source: Vaswani et al. 2017, section 3.2.2.
     """
@@ -233,9 +240,9 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(concatenated), weights
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Position-wise feed-forward networks (section 3.3)
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class FeedForward(nn.Module):
@@ -256,9 +263,9 @@ class FeedForward(nn.Module):
         return self.fc2(dropout(self.activation(self.fc1(x)), self.dropout, self.training))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Positional encoding (section 3.5)
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def sinusoidal_encoding(positions: torch.Tensor, d_model: int) -> torch.Tensor:
@@ -286,7 +293,8 @@ def sinusoidal_encoding(positions: torch.Tensor, d_model: int) -> torch.Tensor:
 class PositionEncoding(nn.Module):
     """Adds positions to scaled embeddings: sinusoids (section 3.5) or a learned table (Table 3, row E).
 
-    Parameters: none for sinusoids; `embed_positions.weight` of shape `(max_position_embeddings, d_model)` when learned.
+    Parameters: none for sinusoids; `embed_positions.weight` of shape `(max_position_embeddings, d_model)` when
+    learned.
     """
 
     def __init__(self, config: VanillaTransformerConfig):
@@ -312,8 +320,8 @@ class PositionEncoding(nn.Module):
         if self.embed_positions is not None:
             if length is not None and length > self.max_positions:
                 raise ValueError(
-                    f"the sequence has {length} tokens but max_position_embeddings={self.max_positions}: learned positions "
-                    "end there; shorten the input (truncation=True) or use position_embedding='sinusoidal'."
+                    f"the sequence has {length} tokens but max_position_embeddings={self.max_positions}: learned "
+                    "positions end there; shorten the input (truncation=True) or use position_embedding='sinusoidal'."
                 )
             return self.embed_positions(positions)
         if length is None or length >= positions.numel():
@@ -335,9 +343,9 @@ def positions_of_kept_tokens(mask: torch.Tensor) -> torch.Tensor:
     return kept.cumsum(dim=-1) - kept
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Encoder and decoder layers (section 3.1, figure 1)
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class ResidualLayer(GradientCheckpointingLayer):
@@ -374,8 +382,8 @@ class VanillaTransformerEncoderLayer(ResidualLayer):
 
         Args:
             hidden_states (`torch.Tensor` of shape `(batch, source_length, d_model)`): Output of the layer below.
-            source_mask (`torch.Tensor` broadcastable to `(batch, num_heads, source_length, source_length)`, *optional*):
-                Which source tokens are kept.
+            source_mask (`torch.Tensor` broadcastable to `(batch, num_heads, source_length, source_length)`,
+                *optional*): Which source tokens are kept.
         """
         x = hidden_states
         x = self.add_and_norm(
@@ -409,12 +417,12 @@ class VanillaTransformerDecoderLayer(ResidualLayer):
 
         Args:
             hidden_states (`torch.Tensor` of shape `(batch, target_length, d_model)`): Output of the layer below.
-            target_mask (`torch.Tensor` broadcastable to `(batch, num_heads, target_length, key_length)`, *optional*): No
-                attention to later positions, nor to padding.
-            encoder_hidden_states (`torch.Tensor` of shape `(batch, source_length, d_model)`, *optional*): The encoder's
-                output; None leaves attention to it out.
-            source_mask (`torch.Tensor` broadcastable to `(batch, num_heads, target_length, source_length)`, *optional*):
-                Which source tokens are kept.
+            target_mask (`torch.Tensor` broadcastable to `(batch, num_heads, target_length, key_length)`, *optional*):
+                No attention to later positions, nor to padding.
+            encoder_hidden_states (`torch.Tensor` of shape `(batch, source_length, d_model)`, *optional*): The
+                encoder's output; None leaves attention to it out.
+            source_mask (`torch.Tensor` broadcastable to `(batch, num_heads, target_length, source_length)`,
+                *optional*): Which source tokens are kept.
             cache (`Cache`, *optional*): Keys and values of earlier steps.
         """
         x = hidden_states
@@ -430,9 +438,9 @@ class VanillaTransformerDecoderLayer(ResidualLayer):
         return self.add_and_norm(x, self.feed_forward, self.feed_forward_norm)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # What transformers needs to know of every model
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class VanillaTransformerPreTrainedModel(PreTrainedModel):
@@ -466,11 +474,15 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resizes every word matrix, tied or not; see `PreTrainedModel.resize_token_embeddings`."""
+        old_vocab_size = self.config.vocab_size
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        bias = getattr(self.get_output_embeddings(), "bias", None)
+        if bias is not None:
+            bias.data[old_vocab_size:] = 0.0  # not the mean of the old ones: a new word is not favoured
         decoder = getattr(self.base_model, "decoder", None)
         if decoder is not None and decoder.embed_tokens.weight.shape[0] != self.config.vocab_size:
             decoder.embed_tokens = self._get_resized_embeddings(decoder.embed_tokens, self.config.vocab_size)
-        return cast(nn.Embedding, embeddings)
+        return embeddings
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Saves weights, configuration, generation settings and the code that opens them.
@@ -484,6 +496,11 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             target = Path(save_directory) / source.name
             if not target.exists() or not source.samefile(target):
                 shutil.copyfile(source, target)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers guesses this from the source; here every attention asks the configuration at each call.
+        return True
 
     @property
     def dummy_inputs(self) -> dict[str, torch.Tensor]:
@@ -512,8 +529,8 @@ def kept_tokens(
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             raise ValueError(
-                f"attention_mask must have the shape (batch, length), got {tuple(attention_mask.shape)}; causal masks are "
-                "made by the model itself."
+                f"attention_mask must have the shape (batch, length), got {tuple(attention_mask.shape)}; causal masks "
+                "are made by the model itself."
             )
         return attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
     if input_ids is not None and pad_token_id is not None:
@@ -566,9 +583,9 @@ def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor 
         raise ValueError(f"give either {prefix}input_ids or {prefix}inputs_embeds, got {found}.")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Encoder and decoder stacks (section 3.1)
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class VanillaTransformerEncoder(VanillaTransformerStack):
@@ -665,7 +682,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             use_cache (`bool`, *optional*): Whether to return a cache; None means the configuration's.
 
         Returns:
-            `BaseModelOutputWithPastAndCrossAttentions`, `last_hidden_state` of shape `(batch, target_length, d_model)`.
+            `BaseModelOutputWithPastAndCrossAttentions`, `last_hidden_state` of shape `(batch, target_length,
+            d_model)`.
 
         Raises:
             ValueError: Both or neither of `input_ids` and `inputs_embeds`, or a mask that is not two-dimensional.
@@ -676,7 +694,11 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         inputs = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         length = inputs.shape[1]
         past = 0 if cache is None else cache.get_seq_length()
-        static_length = static_cache_length(cache)
+        if isinstance(cache, EncoderDecoderCache):
+            static_length = static_cache_length(cache.self_attention_cache)
+            static_source_length = static_cache_length(cache.cross_attention_cache)
+        else:
+            static_length, static_source_length = static_cache_length(cache), None
         kept = kept_tokens(None, attention_mask, None)
 
         # Without padding a token's position is its index; with padding, the number of kept tokens before it.
@@ -697,18 +719,24 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
                 target_mask = target_mask & kept[:, None, None, :]
             target_mask = self.mask_for_layers(target_mask, x, **kwargs)
         source_kept = kept_tokens(None, encoder_attention_mask, None)
+        if static_source_length is not None and encoder_hidden_states is not None:
+            # A static cache may have more slots than the source has tokens; nothing attends to the others.
+            if source_kept is None:
+                source_kept = torch.ones(encoder_hidden_states.shape[:2], dtype=torch.bool, device=x.device)
+            source_kept = F.pad(source_kept, (0, static_source_length - source_kept.shape[1]), value=False)
         source_mask = None if source_kept is None else source_kept.to(x.device)[:, None, None, :]
         source_mask = self.mask_for_layers(source_mask, x, **kwargs)
 
         for layer in self.layers:
             x = layer(x, target_mask, encoder_hidden_states, source_mask, cache, **kwargs)
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(x), **{CACHE: cache})
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.norm(x), **cast(dict[str, Any], {CACHE: cache})
+        )
 
 
 def static_cache_length(cache: Cache | None) -> int | None:
     """Slots of a cache whose size is fixed in advance; None for one that grows, or for none."""
-    part = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    layers = getattr(part, "layers", None)
+    layers = getattr(cache, "layers", None)
     return getattr(layers[0], "max_cache_len", None) if layers else None
 
 
@@ -732,9 +760,9 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replaces the source embedding, and the target embedding where they are tied."""
-        self.encoder.embed_tokens = value
+        self.encoder.embed_tokens = cast(nn.Embedding, value)
         if self.config.tie_word_embeddings:
-            self.decoder.embed_tokens = value
+            self.decoder.embed_tokens = self.encoder.embed_tokens
 
     @can_return_tuple
     @accept_old_cache_name
@@ -755,18 +783,18 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
 
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, source_length)`, *optional*): Source tokens.
-            attention_mask (`torch.Tensor` of shape `(batch, source_length)`, *optional*): 1 for kept source tokens, 0 for
-                padding; None means `input_ids != pad_token_id`.
-            decoder_input_ids (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Target tokens, the start
-                token first.
+            attention_mask (`torch.Tensor` of shape `(batch, source_length)`, *optional*): 1 for kept source tokens, 0
+                for padding; None means `input_ids != pad_token_id`.
+            decoder_input_ids (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Target tokens, the
+                start token first.
             decoder_attention_mask (`torch.Tensor` of shape `(batch, target_length)`, *optional*): 1 for kept target
                 tokens; None keeps all.
             encoder_outputs (`BaseModelOutput` or `tuple`, *optional*): Output of an earlier call of the encoder.
             cache (`Cache`, *optional*): Keys and values of earlier steps.
             inputs_embeds (`torch.FloatTensor` of shape `(batch, source_length, d_model)`, *optional*): Unscaled source
                 embeddings in place of `input_ids`.
-            decoder_inputs_embeds (`torch.FloatTensor` of shape `(batch, target_length, d_model)`, *optional*): Unscaled
-                target embeddings in place of `decoder_input_ids`.
+            decoder_inputs_embeds (`torch.FloatTensor` of shape `(batch, target_length, d_model)`, *optional*):
+                Unscaled target embeddings in place of `decoder_input_ids`.
             use_cache (`bool`, *optional*): Whether to return a cache; None means the configuration's.
 
         Returns:
@@ -774,6 +802,8 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
         """
         if attention_mask is None and input_ids is not None:
             attention_mask = kept_tokens(input_ids, None, self.config.pad_token_id)
+        if attention_mask is None and encoder_outputs is not None:
+            logger.warning_once(ENCODER_OUTPUTS_WITHOUT_MASK)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
@@ -803,9 +833,9 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Output probabilities and the training loss (sections 3.4 and 5.4)
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def label_smoothed_loss(
@@ -840,8 +870,8 @@ def divisor_of_loss(labels: torch.Tensor, num_items: torch.Tensor | int | None) 
 class FusedLabelSmoothedLoss(torch.autograd.Function):
     """Output projection and `label_smoothed_loss` in one, chunk by chunk: the whole logits matrix never exists.
 
-    The gradient with respect to the logits z is softmax(z) - (1 - epsilon) * one-hot - epsilon / V, known as soon as z is;
-    so forward multiplies it on to the hidden states and the matrix at once, and backward only scales.
+    The gradient with respect to the logits z is softmax(z) - (1 - epsilon) * one-hot - epsilon / V, known as soon as z
+    is; so forward multiplies it on to the hidden states and the matrix at once, and backward only scales.
     """
 
     @staticmethod
@@ -907,7 +937,7 @@ class FusedLabelSmoothedLoss(torch.autograd.Function):
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Linear` and nothing else: no subclass, adapter, hook, parametrisation or own forward."""
+    """Whether a module is an `nn.Linear` and nothing else: no adapter, hook, parametrisation or forward of its own."""
     return (
         type(module) is nn.Linear
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
@@ -970,19 +1000,20 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         """Logits, or in training mode the loss.
 
         Args:
-            input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, cache, inputs_embeds,
-                decoder_inputs_embeds, use_cache: As in `VanillaTransformerModel`.
-            labels (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Words to predict, the end of sentence
-                last; -100 is left out. Shifted right they are the decoder's input, where none is given.
-            num_items_in_batch (`torch.Tensor` or `int`, *optional*): What the summed loss is divided by; None means the
-                number of labels that are not -100.
-            logits_to_keep (`int` or `torch.LongTensor`, defaults to 0): Only the last so many positions, or these indices,
-                get logits; 0 means all.
+            input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, cache,
+                inputs_embeds, decoder_inputs_embeds, use_cache: As in `VanillaTransformerModel`.
+            labels (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Words to predict, the end of
+                sentence last; -100 is left out. Shifted right they are the decoder's input, where none is given.
+            num_items_in_batch (`torch.Tensor` or `int`, *optional*): What the summed loss is divided by; None means
+                the number of labels that are not -100.
+            logits_to_keep (`int` or `torch.LongTensor`, defaults to 0): Only the last so many positions, or these
+                indices, get logits; 0 means all.
 
         Returns:
-            `Seq2SeqLMOutput`. In training mode with labels: `loss`, smoothed by `config.label_smoothing`, and `logits` None,
-            since the fused path never makes them (they are made where the output projection is not a plain linear layer).
-            Otherwise `logits` of shape `(batch, target_length, vocab_size)` and, with labels, the loss unsmoothed.
+            `Seq2SeqLMOutput`. In training mode with labels: `loss`, smoothed by `config.label_smoothing`, and `logits`
+            None, since the fused path never makes them (they are made where the output projection is not a plain
+            linear layer). Otherwise `logits` of shape `(batch, target_length, vocab_size)` and, with labels, the loss
+            unsmoothed.
 
         Source: Vaswani et al. 2017, sections 3.4 and 5.4.
         """
@@ -1004,7 +1035,12 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         )
         hidden = outputs.last_hidden_state
         loss, logits = None, None
-        if labels is not None and self.training and is_plain_linear(self.lm_head) and not torch.compiler.is_compiling():
+        if (
+            labels is not None
+            and self.training
+            and is_plain_linear(self.lm_head)
+            and not torch.compiler.is_compiling()
+        ):
             labels = cast(torch.LongTensor, labels.to(hidden.device))
             kept = labels.ne(-100)
             total = FusedLabelSmoothedLoss.apply(

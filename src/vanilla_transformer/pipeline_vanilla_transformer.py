@@ -1,8 +1,10 @@
 """The translation pipeline: text in, text out, for this model and for any other sequence-to-sequence model.
 
-transformers 5 removed its own; this one returns what that of version 4 returned. This file ships with every saved model.
+transformers 5 removed its own; this one returns what that of version 4 returned. This file ships with every
+saved model.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +24,19 @@ class VanillaTransformerTranslationPipeline(Pipeline):
     `pipeline("translation", model=...)` and `pipeline("translation_en_to_de", model=...)` build it. A string gives
     `[{"translation_text": str}]`, a list of strings a list of such dictionaries in the same order (with
     `num_return_sequences` above 1: a list of lists), a generator or dataset an iterator of lists. White space alone
-    translates to the empty string and never reaches the model. A text longer than the tokenizer's `model_max_length` is cut
-    there, the end of sentence kept, with a warning.
+    translates to the empty string (as token ids: padding) and never reaches the model. A text longer than the
+    tokenizer's `model_max_length` is cut there, the end of sentence kept, with a warning.
 
     Call-time arguments: `return_tensors=True` gives `translation_token_ids` in place of the text,
     `clean_up_tokenization_spaces`, `truncation`, `src_lang` and `tgt_lang` (tokenizers of multilingual models),
     `batch_size`, and every argument of `generate()`.
     """
 
-    _load_tokenizer = True
-    _load_processor = False
-    _load_image_processor = False
-    _load_video_processor = False
-    _load_feature_extractor = False
+    _load_tokenizer = True  # type: ignore[assignment]
+    _load_processor = False  # type: ignore[assignment]
+    _load_image_processor = False  # type: ignore[assignment]
+    _load_video_processor = False  # type: ignore[assignment]
+    _load_feature_extractor = False  # type: ignore[assignment]
     # generate() takes its settings from the model; what the call adds goes straight to it.
     _pipeline_calls_generate = False
 
@@ -71,16 +73,18 @@ class VanillaTransformerTranslationPipeline(Pipeline):
             kwargs: See the class.
 
         Returns:
-            `list[dict]` for a string or a list; `list[list[dict]]` for a list with several sequences each; an iterator of
-            `list[dict]` for a generator or dataset.
+            `list[dict]` for a string or a list; `list[list[dict]]` for a list with several sequences each; an iterator
+            of `list[dict]` for a generator or dataset.
 
         Raises:
             TypeError: An input that is not a string.
         """
         if args:
             inputs = [inputs, *args]
-        if isinstance(inputs, tuple):
-            inputs = list(inputs)
+        if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
+            inputs = list(inputs)  # a tuple, or a column of a dataset
+        elif isinstance(inputs, Iterator):
+            inputs = (text for text in inputs)  # transformers knows an iterator only as a generator
         if isinstance(inputs, list) and not inputs:
             return []
         result = super().__call__(inputs, **kwargs)
@@ -88,76 +92,88 @@ class VanillaTransformerTranslationPipeline(Pipeline):
             return [each[0] for each in result]
         return result
 
-    def preprocess(
+    def preprocess(  # type: ignore[override]
         self, text: str, truncation: Any = None, src_lang: str | None = None, tgt_lang: str | None = None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Token ids and mask of one text, shape `(1, length)`; a blank text has a mask of zeros."""
         if not isinstance(text, str):
             raise TypeError(
-                f"the translation pipeline takes strings, got {type(text).__name__}: {text!r:.80}; pass a string, a list of "
-                "strings, or KeyDataset(dataset, column)."
+                f"the translation pipeline takes strings, got {type(text).__name__}: {text!r:.80}; pass a string, a "
+                "list of strings, or KeyDataset(dataset, column)."
             )
-        tokenizer = self.tokenizer
-        if not text.strip():
-            end = getattr(tokenizer, "eos_token_id", None) or 0
-            return {"input_ids": torch.tensor([[end]]), "attention_mask": torch.tensor([[0]])}
-        text = self._task_prefix() + text
+        tokenizer: Any = self.tokenizer
         build = getattr(tokenizer, "_build_translation_inputs", None)
-        if build is not None and src_lang is not None and tgt_lang is not None:
-            encoded = build(text, return_tensors="pt", truncation=bool(truncation), src_lang=src_lang, tgt_lang=tgt_lang)
-            return {name: encoded[name] for name in ("input_ids", "attention_mask", "forced_bos_token_id") if name in encoded}
+
+        def encode(text: str, **options: Any) -> Any:
+            if build is None or src_lang is None or tgt_lang is None:
+                return tokenizer(text, return_tensors="pt", **options)
+            return build(text, return_tensors="pt", src_lang=src_lang, tgt_lang=tgt_lang, **options)
+
+        blank = not text.strip()
+        # In place of a blank text anything will do, for its mask hides it; but a batch needs the same keys.
+        text = self._task_prefix() + ("." if blank else text)
         limit = tokenizer.model_max_length
-        encoded = tokenizer(text, return_tensors="pt", truncation=False, verbose=False)
+        encoded = encode(text, truncation=False, verbose=False)
         length = encoded["input_ids"].shape[1]
         if truncation is not False and limit < NO_LENGTH_LIMIT and length > limit:
             logger.warning(
-                f"a text of {length} tokens is longer than the tokenizer's model_max_length of {limit} and was cut there: "
-                f"{text!r:.60}"
+                f"a text of {length} tokens is longer than the tokenizer's model_max_length of {limit} and was cut "
+                f"there: {text!r:.60}"
             )
-            encoded = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)
-        return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+            encoded = encode(text, truncation=True, max_length=limit)
+        names = ("input_ids", "attention_mask", "forced_bos_token_id")
+        inputs = {name: encoded[name] for name in names if name in encoded}
+        if blank:
+            ids = inputs["input_ids"][:, :1]
+            inputs.update(input_ids=ids, attention_mask=torch.zeros_like(ids))
+        return inputs
 
     def _task_prefix(self) -> str:
         """What models such as T5 want before the text of this task; the empty string for others."""
         settings = getattr(self.model.config, "task_specific_params", None) or {}
         return (settings.get(self.task) or {}).get("prefix") or getattr(self.model.config, "prefix", None) or ""
 
-    def _forward(self, model_inputs: dict[str, torch.Tensor], **generate_kwargs: Any) -> dict[str, torch.Tensor]:
+    def _forward(  # type: ignore[override]
+        self, model_inputs: dict[str, Any], **generate_kwargs: Any
+    ) -> dict[str, torch.Tensor]:
         """Generates for the rows that are not blank; returns `output_ids` of shape `(batch, sequences, length)`."""
         input_ids, mask = model_inputs["input_ids"], model_inputs["attention_mask"]
         forced = model_inputs.get("forced_bos_token_id")
         if forced is not None:
             generate_kwargs.setdefault("forced_bos_token_id", int(torch.as_tensor(forced).reshape(-1)[0]))
-        settings = generate_kwargs.get("generation_config") or self.model.generation_config
+        model: Any = self.model  # with generate(), which its declared type does not promise
+        tokenizer: Any = self.tokenizer
+        settings = generate_kwargs.get("generation_config") or model.generation_config
         sequences = generate_kwargs.get("num_return_sequences") or settings.num_return_sequences or 1
         kept = mask.any(dim=-1)
-        pad = self.tokenizer.pad_token_id
-        blank_fill = pad if pad is not None else self.tokenizer.eos_token_id
+        pad = tokenizer.pad_token_id
+        blank_fill = pad if pad is not None else tokenizer.eos_token_id
         if not bool(kept.any()):
             return {"output_ids": input_ids.new_full((input_ids.shape[0], sequences, 1), blank_fill), "kept": kept}
         if bool(kept.all()):
-            rows = self.model.generate(input_ids=input_ids, attention_mask=mask, **generate_kwargs)
+            rows = model.generate(input_ids=input_ids, attention_mask=mask, **generate_kwargs)
         else:
-            rows = self.model.generate(input_ids=input_ids[kept], attention_mask=mask[kept], **generate_kwargs)
+            rows = model.generate(input_ids=input_ids[kept], attention_mask=mask[kept], **generate_kwargs)
         rows = rows if isinstance(rows, torch.Tensor) else rows.sequences
         output = rows.new_full((input_ids.shape[0], sequences, rows.shape[-1]), blank_fill)
         output[kept] = rows.view(-1, sequences, rows.shape[-1])
         return {"output_ids": output, "kept": kept}
 
-    def postprocess(
+    def postprocess(  # type: ignore[override]
         self,
         model_outputs: dict[str, torch.Tensor],
         return_tensors: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> list[dict[str, Any]]:
         """One dictionary for each sequence of one text."""
+        tokenizer: Any = self.tokenizer
         records: list[dict[str, Any]] = []
         blank = not bool(model_outputs["kept"].reshape(-1)[0])
         for ids in model_outputs["output_ids"].reshape(-1, model_outputs["output_ids"].shape[-1]):
             if return_tensors:
                 records.append({"translation_token_ids": ids})
                 continue
-            text = self.tokenizer.decode(
+            text = tokenizer.decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=clean_up_tokenization_spaces
             )
             records.append({"translation_text": "" if blank else text})

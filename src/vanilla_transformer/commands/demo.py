@@ -1,0 +1,249 @@
+"""`vanilla-transformer demo`: everything once, in minutes and without any download.
+
+A corpus is generated, a tokenizer and a tiny model are trained on it, held-out lines are translated and scored, and a
+folder is written that `pipeline("translation", model=folder)` opens.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, TrainerCallback, set_seed
+from transformers.utils import logging as transformers_logging
+
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.corpora import CorpusPart, NumbersCorpus, generate_numbers_corpus
+from vanilla_transformer.data import tokenize_pairs
+from vanilla_transformer.evaluation import corpus_scores
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.tokenization import train_tokenizer
+from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
+from vanilla_transformer.translation import translate_lines
+from vanilla_transformer.visualization import attention_figure, cross_attention_of, plot_attention
+from vanilla_transformer_cli import PROGRAM, OneLineParser, whole_number
+
+
+# So few merges leave the parts of a long German number word whole and alike wherever they stand.
+VOCAB_SIZE = 600
+UPDATES = 1200
+WARMUP_STEPS = 300
+TOKENS_PER_BATCH = 2048
+# The lines follow rules without noise or exception: there is nothing to guard against but learning too slowly.
+DROPOUT = 0.05
+
+SHOWN_KINDS = ("number", "ordinal", "date", "price", "sentence")
+
+
+def output_folder(text: str) -> str:
+    """The path of a folder that exists or can be made."""
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"expected a folder to write to, but {text} is a file")
+    existing = os.path.abspath(text)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise argparse.ArgumentTypeError(f"cannot make the folder {text}: {existing} is a file")
+    if not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"no permission to write into {existing}")
+    return text
+
+
+def demo_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer demo`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} demo",
+        description="Trains a tiny model from English to German on numbers, dates, prices and times of day, generated "
+        "without any download; scores it on held-out lines, translates five of them, draws the attention of one "
+        'and saves a folder that pipeline("translation") opens.',
+    )
+    parser.add_argument("--output_dir", type=output_folder, metavar="D", default="demo", help="where to save it all")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the corpus and of the training")
+    parser.add_argument("--max_steps", type=whole_number, metavar="N", default=UPDATES, help="updates of the training")
+    parser.add_argument("--train_size", type=whole_number, metavar="N", default=60_000, help="lines to learn from")
+    parser.add_argument("--test_size", type=whole_number, metavar="N", default=1_000, help="held-out lines to score")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; see `vanilla-transformer demo --help`.
+
+    Raises:
+        ImportError: num2words, babel or matplotlib is not installed.
+        ValueError: A size out of range.
+    """
+    arguments = demo_parser().parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    attention_figure([[1.0]], [""], [""])  # without matplotlib it fails now, not after the training
+
+    print(f"Generating {arguments.train_size:,} lines to learn from and {arguments.test_size:,} held-out ones")
+    corpus = generate_numbers_corpus(
+        train_size=arguments.train_size, validation_size=0, test_size=arguments.test_size, seed=arguments.seed
+    )
+    with folder_in_the_making(Path(arguments.output_dir)) as folder:
+        model, tokenizer, seconds = train(corpus.train, folder, max_steps=arguments.max_steps, seed=arguments.seed)
+        print(f"Translating the {arguments.test_size:,} held-out lines")
+        best = translate_lines(model, tokenizer, corpus.test.sources, progress=True)
+        translations = [hypotheses[0].text for hypotheses in best]
+        results = score(corpus.test, translations)
+        results["training"] = {"updates": arguments.max_steps, "seconds": round(seconds, 1), "seed": arguments.seed}
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        draw(model, tokenizer, corpus, folder / "attention.png")
+    print(readable(results))
+    print(five_translations(corpus.test, translations))
+    print(
+        f"\nSaved in {arguments.output_dir}: the model, results.json, and attention.png (which source tokens each target "
+        "token looked at). In Python:\n\n"
+        "    import vanilla_transformer\n"
+        "    from transformers import pipeline\n\n"
+        f'    translate = pipeline("translation", model={arguments.output_dir!r})\n'
+        '    translate("The train leaves at 7:45 PM.")'
+    )
+    return 0
+
+
+def train(lines: CorpusPart, folder: Path, *, max_steps: int, seed: int) -> tuple[Any, Any, float]:
+    """Trains the tokenizer and the model on the lines.
+
+    Args:
+        lines: What to learn from.
+        folder: For the trainer, which leaves nothing in it.
+        max_steps: Number of updates.
+        seed: Of the weights, of dropout and of the order of the lines.
+
+    Returns:
+        The model, in evaluation mode, the tokenizer, and the seconds that the updates took.
+    """
+    tokenizer = train_tokenizer([*lines.sources, *lines.targets], VOCAB_SIZE)
+    pairs = datasets.Dataset.from_dict({"source": lines.sources, "target": lines.targets})
+    dataset, _ = tokenize_pairs(pairs, tokenizer, description="training")
+    set_seed(seed)
+    config = VanillaTransformerConfig.from_preset("tiny", vocab_size=len(tokenizer), dropout=DROPOUT)
+    model = VanillaTransformerForConditionalGeneration(config)
+    print(f"Training a model of {model.num_parameters():,} parameters with a vocabulary of {len(tokenizer)}")
+    training_arguments = VanillaTransformerTrainingArguments(
+        output_dir=str(folder),
+        max_steps=max_steps,
+        warmup_steps=WARMUP_STEPS,
+        tokens_per_batch=TOKENS_PER_BATCH,
+        bf16=bfloat16_is_fast(),
+        seed=seed,
+        logging_steps=20,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = VanillaTransformerTrainer(
+        model, training_arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=[ProgressBar()]
+    )
+    trainer.remove_callback(PrinterCallback)
+    start = time.perf_counter()
+    trainer.train()
+    return model.eval(), tokenizer, time.perf_counter() - start
+
+
+class ProgressBar(TrainerCallback):
+    """One bar for all updates, with the loss and the speed of late beside it."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Starts the bar."""
+        self.bar = tqdm(total=state.max_steps, desc="training", unit=" updates", mininterval=0.5)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Counts an update."""
+        self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Shows the training loss (nats a token, smoothed) and target tokens a second."""
+        if logs and "loss" in logs:
+            speed = logs.get("target_tokens_per_second", 0)
+            self.bar.set_postfix_str(f"loss {float(logs['loss']):.3f}, {float(speed):,.0f} tokens/s", refresh=False)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Ends the bar."""
+        self.bar.close()
+
+
+def bfloat16_is_fast() -> bool:
+    """Whether this machine multiplies in bfloat16 by itself; where it does not, float32 is the faster one."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    questions = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(question() for question in questions if question is not None)
+
+
+def score(lines: CorpusPart, translations: list[str]) -> dict[str, Any]:
+    """Exact match, over all lines and of each kind, and BLEU."""
+    right = [translation == target for translation, target in zip(translations, lines.targets, strict=True)]
+    of_kind, right_of_kind = (
+        Counter(lines.kinds),
+        Counter(kind for kind, ok in zip(lines.kinds, right, strict=True) if ok),
+    )
+    bleu = corpus_scores(translations, [lines.targets])["bleu"]
+    return {
+        "lines": len(lines),
+        "exact_match": 100 * sum(right) / len(lines),
+        "exact_match_by_kind": {kind: 100 * right_of_kind[kind] / count for kind, count in sorted(of_kind.items())},
+        "bleu": {"score": bleu["score"], "signature": bleu["signature"]},
+    }
+
+
+def readable(results: dict[str, Any]) -> str:
+    """The results as a few lines of text."""
+    kinds = ", ".join(f"{kind} {percent:.1f}" for kind, percent in results["exact_match_by_kind"].items())
+    return (
+        f"\n{results['lines']:,} held-out lines, after {results['training']['seconds']:.0f} s of training:\n"
+        f"exact match {results['exact_match']:.1f} %  ({kinds})\n"
+        f"BLEU        {results['bleu']['score']:.2f}  ({results['bleu']['signature']})"
+    )
+
+
+def five_translations(lines: CorpusPart, translations: list[str]) -> str:
+    """One held-out line of each of five kinds with its translation."""
+    chosen = [lines.kinds.index(kind) for kind in SHOWN_KINDS if kind in lines.kinds]
+    chosen += [index for index in range(len(lines)) if index not in chosen][: len(SHOWN_KINDS) - len(chosen)]
+    texts = ["\nFive of them:"]
+    for index in chosen:
+        verdict = "" if translations[index] == lines.targets[index] else f"   (expected {lines.targets[index]})"
+        texts.append(f"  {lines.sources[index]}\n    -> {translations[index]}{verdict}")
+    return "\n".join(texts)
+
+
+def draw(model: Any, tokenizer: Any, corpus: NumbersCorpus, path: Path) -> None:
+    """Draws the cross-attention of a held-out sentence, if there is one whose words German puts in another order."""
+    sources = corpus.test.sources
+    reordered = [source for source in sources if source.startswith("The museum")]
+    sentences = [source for source, kind in zip(sources, corpus.test.kinds, strict=True) if kind == "sentence"]
+    sentence = min(reordered or sentences or sources, key=len)
+    plot_attention(*cross_attention_of(model, tokenizer, sentence), path, title=sentence)
+
+
+@contextlib.contextmanager
+def folder_in_the_making(folder: Path) -> Iterator[Path]:
+    """A folder beside the one wanted, whose files are moved there at the end, and which vanishes if anything fails.
+
+    Files of other names that are in `folder` already stay; those of the same name are replaced, each at once.
+    """
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    making = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    making.mkdir()
+    try:
+        yield making
+        folder.mkdir(exist_ok=True)
+        for file in making.iterdir():
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)

@@ -1,0 +1,342 @@
+"""`vanilla-transformer train`: from two text files, or a dataset, to a folder with a trained model."""
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from datasets import Dataset
+from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
+from vanilla_transformer.data import load_pairs, tokenize_pairs
+from vanilla_transformer.tokenization import train_tokenizer
+from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
+from vanilla_transformer.translation import load_translator
+
+
+logger = logging.get_logger(__name__)
+
+PAPER_UPDATES = 100_000  # section 5.2: the base model
+
+
+@dataclass
+class TrainArguments:
+    """What `train` takes besides the training arguments of transformers."""
+
+    recipe: str | None = field(
+        default=None, metadata={"help": "A recipe's name (multi30k_tiny, wmt14_base, wmt14_big) or a YAML file."}
+    )
+    preset: str = field(default="base", metadata={"help": f"Shape of a new model: {', '.join(list_presets())}."})
+    config_overrides: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Fields of the configuration, as NAME=VALUE, that replace those of the preset."},
+    )
+    model: str | None = field(
+        default=None, metadata={"help": "Folder or Hub name of a model to fine-tune, with its tokenizer."}
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Folder or Hub name of a tokenizer to use instead of training one."}
+    )
+    vocab_size: int = field(
+        default=37000, metadata={"help": "Words of the joint vocabulary that is trained (section 5.1: about 37,000)."}
+    )
+    train_source: list[str] | None = field(default=None, metadata={"help": "Source text of training, .gz by name."})
+    train_target: list[str] | None = field(default=None, metadata={"help": "Target text of training, line by line."})
+    validation_source: list[str] | None = field(default=None, metadata={"help": "Source text of validation."})
+    validation_target: list[str] | None = field(default=None, metadata={"help": "Target text of validation."})
+    dataset: str | None = field(
+        default=None, metadata={"help": "In place of files: a dataset of the Hub, or a folder or file of one."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset, such as de-en."})
+    train_split: str = field(default="train", metadata={"help": "Split of the dataset to train on."})
+    validation_split: str | None = field(
+        default=None, metadata={"help": "Split of the dataset to validate on; none by default."}
+    )
+    source_lang: str | None = field(default=None, metadata={"help": "Language code or column of the source."})
+    target_lang: str | None = field(default=None, metadata={"help": "Language code or column of the target."})
+    max_source_tokens: int | None = field(
+        default=None, metadata={"help": "Pairs with a longer source are dropped; by default the tokenizer's limit."}
+    )
+    max_target_tokens: int | None = field(
+        default=None, metadata={"help": "Pairs with a longer target are dropped; by default the tokenizer's limit."}
+    )
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "Processes that encode the text; by default one with several threads."}
+    )
+
+
+class TrainParser(HfArgumentParser):
+    """Errors on one line, and no abbreviated flags."""
+
+    def __init__(self):
+        super().__init__(
+            (TrainArguments, VanillaTransformerTrainingArguments),
+            prog="vanilla-transformer train",
+            allow_abbrev=False,
+            description="Trains a translation model on parallel text, or fine-tunes one (--model).",
+        )
+
+    def error(self, message: str) -> Any:
+        """Raises, for the command's one line."""
+        raise ValueError(f"{' '.join(message.split())} (see {self.prog} --help)")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; see `vanilla-transformer train --help`.
+
+    Raises:
+        ValueError: Arguments that contradict each other, an unknown recipe, preset or field, text that cannot be used.
+        FileNotFoundError, NotADirectoryError: A path that does not exist, or an output folder that is a file.
+    """
+    arguments, training_arguments = parse(argv)
+    set_seed(training_arguments.seed)
+    if training_arguments.should_log:
+        logging.set_verbosity_info()
+        for noisy in ("configuration_utils", "modeling_utils", "tokenization_utils_base", "generation", "trainer"):
+            logging.get_logger(f"transformers.{noisy}").setLevel(logging.WARNING)
+    with training_arguments.main_process_first(desc="reading the corpus"):
+        training_pairs, validation_pairs = open_corpora(arguments)
+    model, tokenizer = open_or_make_model(arguments, training_arguments, training_pairs)
+    with training_arguments.main_process_first(desc="encoding the corpus"):
+        limits = {
+            "max_source_tokens": arguments.max_source_tokens,
+            "max_target_tokens": arguments.max_target_tokens,
+            "num_proc": arguments.preprocessing_num_workers,
+        }
+        training_set, _ = tokenize_pairs(training_pairs, tokenizer, description="training", **limits)
+        validation_set = None
+        if validation_pairs is not None:
+            validation_set, _ = tokenize_pairs(
+                validation_pairs, tokenizer, drop=False, description="validation", **limits
+            )
+    trainer = VanillaTransformerTrainer(
+        model,
+        training_arguments,
+        train_dataset=training_set,
+        eval_dataset=validation_set,
+        processing_class=tokenizer,
+    )
+    result = trainer.train(resume_from_checkpoint=training_arguments.resume_from_checkpoint)
+    metrics = result.metrics
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    if validation_set is not None:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        summary = {
+            name: metrics[name] for name in ("train_loss", "eval_loss", "eval_bleu", "eval_chrf") if name in metrics
+        }
+        print(f"saved to {training_arguments.output_dir}: {json.dumps(summary)}")
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingArguments]:
+    """Arguments from the command line, over those of the recipe, over the command's defaults.
+
+    Raises:
+        ValueError: See `main`.
+    """
+    parser = TrainParser()
+    given = {flag.split("=", 1)[0].lstrip("-").replace("-", "_") for flag in argv if flag.startswith("--")}
+    first, _ = parser.parse_known_args(argv)
+    recipe = read_recipe(first.recipe) if first.recipe else {}
+    known = {action.dest for action in parser._actions}
+    if unknown := sorted(set(recipe) - known):
+        raise ValueError(
+            f"recipe {first.recipe}: unknown settings {', '.join(unknown)}; see vanilla-transformer train --help."
+        )
+    file_flags = {"train_source", "train_target", "validation_source", "validation_target"}
+    if file_flags & given:  # local files take the place of the recipe's dataset
+        recipe = {
+            name: value
+            for name, value in recipe.items()
+            if name not in {"dataset", "dataset_config", "train_split", "validation_split"} | file_flags
+        }
+    chosen = given | set(recipe)
+    has_validation = bool({"validation_source", "validation_split"} & chosen)
+    defaults: dict[str, Any] = {}
+    if not {"max_steps", "num_train_epochs"} & chosen:
+        defaults["max_steps"] = PAPER_UPDATES
+    if has_validation and not {"eval_strategy", "save_strategy", "load_best_model_at_end"} & chosen:
+        defaults.update(eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, save_total_limit=2)
+    if not has_validation:
+        # Nothing to choose the best model by.
+        recipe = {
+            name: value for name, value in recipe.items() if name not in ("eval_strategy", "load_best_model_at_end")
+        }
+        if recipe.get("metric_for_best_model"):
+            recipe.pop("metric_for_best_model")
+    elif "metric_for_best_model" not in chosen:
+        defaults.update(metric_for_best_model="bleu", greater_is_better=True)
+    if "report_to" not in chosen:
+        defaults["report_to"] = "tensorboard"
+    if "per_device_train_batch_size" in given:
+        if "tokens_per_batch" in given:
+            raise ValueError(
+                "--tokens_per_batch and --per_device_train_batch_size exclude each other; give one of them: a batch is "
+                "bounded by tokens or by sentences."
+            )
+        recipe.pop("tokens_per_batch", None)
+        defaults["tokens_per_batch"] = None
+    parser.set_defaults(**{**defaults, **recipe})
+    if "output_dir" not in chosen:
+        raise ValueError("--output_dir is missing: the folder for checkpoints and the trained model.")
+    check_output_folder(str(first.output_dir), bool(first.resume_from_checkpoint))
+    arguments, training_arguments = parser.parse_args_into_dataclasses(argv)
+    check_arguments(arguments)
+    if str(training_arguments.resume_from_checkpoint).lower() in ("true", "1", "yes"):
+        last = get_last_checkpoint(training_arguments.output_dir)
+        if last is None:
+            raise ValueError(
+                f"--resume_from_checkpoint: {training_arguments.output_dir} holds no checkpoint; leave it out."
+            )
+        training_arguments.resume_from_checkpoint = last
+    return arguments, training_arguments
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """Settings of a recipe: a YAML file, or the name of one that comes with the package.
+
+    Raises:
+        FileNotFoundError: There is no such file and no such name.
+        ValueError: The file is not a YAML mapping of settings.
+    """
+    shipped = [Path(__file__).parents[1] / "recipes", Path(__file__).parents[3] / "scripts" / "recipes"]
+    candidates = [Path(name), *(folder / f"{name}.yaml" for folder in shipped)]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        names = sorted({file.stem for folder in shipped if folder.is_dir() for file in folder.glob("*.yaml")})
+        raise FileNotFoundError(f"no recipe file {name!r}, and no recipe of that name; there are {', '.join(names)}.")
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise ValueError(f"{path} must hold settings, NAME: VALUE on each line.")
+    return settings
+
+
+def check_output_folder(output_dir: str, resumes: bool) -> None:
+    """Raises where the output folder is a file, cannot be written, or holds a run already."""
+    path = Path(output_dir)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"--output_dir {output_dir} is a file; give a folder.")
+    existing = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
+    if not existing.is_dir():
+        raise NotADirectoryError(f"--output_dir {output_dir}: {existing} is a file, not a folder.")
+    if not os.access(existing, os.W_OK):
+        raise PermissionError(f"--output_dir {output_dir}: no permission to write into {existing}.")
+    if path.is_dir() and not resumes and (get_last_checkpoint(str(path)) or (path / "model.safetensors").exists()):
+        raise ValueError(
+            f"--output_dir {output_dir} holds a trained model already; give another folder, or continue it with "
+            "--resume_from_checkpoint true."
+        )
+
+
+def check_arguments(arguments: TrainArguments) -> None:
+    """Raises where the choice of data or model contradicts itself, before anything is read."""
+    files = {"--train_source": arguments.train_source, "--train_target": arguments.train_target}
+    if arguments.dataset is None and not all(files.values()):
+        missing = " and ".join(flag for flag, value in files.items() if not value)
+        raise ValueError(
+            f"{missing} missing: give --train_source and --train_target, or --dataset, or a recipe with one."
+        )
+    if arguments.dataset is not None and any(files.values()):
+        raise ValueError("give either --dataset or --train_source and --train_target, not both.")
+    if bool(arguments.validation_source) != bool(arguments.validation_target):
+        raise ValueError("--validation_source and --validation_target belong together; one of them is missing.")
+    for name in ("train_source", "train_target", "validation_source", "validation_target"):
+        for path in getattr(arguments, name) or []:
+            if not Path(path).exists():
+                raise FileNotFoundError(f"--{name}: there is no file {path}.")
+            if Path(path).is_dir():
+                raise IsADirectoryError(f"--{name}: {path} is a folder; give a text file.")
+    if arguments.model is None:
+        new_config(arguments, vocab_size=max(arguments.vocab_size, 3))
+    elif arguments.tokenizer is not None:
+        raise ValueError("--model brings its own tokenizer; leave --tokenizer out.")
+
+
+def new_config(arguments: TrainArguments, **special: Any) -> VanillaTransformerConfig:
+    """Configuration of a new model: preset, overrides, vocabulary.
+
+    Raises:
+        ValueError: An unknown preset or field, or a value that does not fit.
+    """
+    fields = {each.name for each in dataclasses.fields(VanillaTransformerConfig)}
+    overrides = {}
+    for override in arguments.config_overrides:
+        name, separator, value = override.partition("=")
+        if not separator or name not in fields:
+            raise ValueError(f"--config_overrides {override}: expected NAME=VALUE with a field of the configuration.")
+        if name in special:
+            raise ValueError(f"--config_overrides {override}: {name} follows from the tokenizer; see --vocab_size.")
+        overrides[name] = yaml.safe_load(value)
+    try:
+        return VanillaTransformerConfig.from_preset(arguments.preset, **overrides, **special)
+    except TypeError as error:
+        raise ValueError(f"--config_overrides: {' '.join(str(error).split())}") from error
+
+
+def open_corpora(arguments: TrainArguments) -> tuple[Dataset, Dataset | None]:
+    """Training pairs and, where given, validation pairs, as datasets with the columns `source` and `target`."""
+    languages = {"source_lang": arguments.source_lang, "target_lang": arguments.target_lang}
+    from_dataset = {"dataset": arguments.dataset, "dataset_config": arguments.dataset_config, **languages}
+    if arguments.dataset is not None:
+        training = load_pairs(split=arguments.train_split, **from_dataset)
+    else:
+        training = load_pairs(source_files=arguments.train_source, target_files=arguments.train_target)
+    if arguments.validation_source is not None:
+        return training, load_pairs(source_files=arguments.validation_source, target_files=arguments.validation_target)
+    if arguments.dataset is not None and arguments.validation_split is not None:
+        return training, load_pairs(split=arguments.validation_split, **from_dataset)
+    return training, None
+
+
+def open_or_make_model(
+    arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, pairs: Dataset
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model to fine-tune, or a new one with a tokenizer trained on both sides of `pairs`."""
+    if arguments.model is not None:
+        return load_translator(arguments.model)
+    if arguments.tokenizer is not None:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    else:
+        tokenizer = shared_tokenizer(arguments, training_arguments, pairs)
+    config = new_config(
+        arguments,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    set_seed(training_arguments.seed)
+    model = VanillaTransformerForConditionalGeneration(config)
+    logger.info(f"a new model of {model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}")
+    return model, tokenizer
+
+
+def shared_tokenizer(
+    arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, pairs: Dataset
+) -> PreTrainedTokenizerBase:
+    """Trains the joint vocabulary once, on the first process, and opens it on all."""
+    folder = Path(training_arguments.output_dir)
+    with training_arguments.main_process_first(desc="training the tokenizer"):
+        if training_arguments.process_index == 0 and not (
+            training_arguments.resume_from_checkpoint and (folder / "tokenizer.json").exists()
+        ):
+            texts = (
+                text for batch in pairs.iter(1000) for side in ("source", "target") for text in batch[side] if text
+            )
+            tokenizer = train_tokenizer(texts, arguments.vocab_size, show_progress=sys.stderr.isatty())
+            tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,0 +1,78 @@
+"""`vanilla-transformer translate`: line i out belongs to line i in."""
+
+import sys
+from collections.abc import Iterator
+
+from transformers.utils import logging as transformers_logging
+
+from vanilla_transformer.data import read_lines
+from vanilla_transformer.translation import Hypothesis, load_translator, open_output, translate_lines
+from vanilla_transformer_cli import translate_parser
+
+
+GENERATION_ARGUMENTS = ("num_beams", "length_penalty", "max_new_tokens")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; see `vanilla-transformer translate --help`.
+
+    Raises:
+        ValueError: More translations of a line are asked for than there are beams, or what `read_lines`,
+            `load_translator` and `translate_lines` raise.
+    """
+    arguments = translate_parser().parse_args(argv)
+    given = vars(arguments)
+    transformers_logging.disable_progress_bar()
+    # Opened first: that the output cannot be written is known before any work.
+    with open_output(arguments.output) as output:
+        lines = read_lines(arguments.input)
+        model, tokenizer = load_translator(
+            arguments.model,
+            device=given.get("device"),
+            dtype=arguments.dtype,
+            revision=given.get("revision"),
+            trust_remote_code=arguments.trust_remote_code,
+        )
+        settings = {name: given[name] for name in GENERATION_ARGUMENTS if name in given}
+        num_beams = settings.get("num_beams") or model.generation_config.num_beams or 1
+        if arguments.n_best > num_beams:
+            raise ValueError(
+                f"--n_best {arguments.n_best} needs as many beams, but there are {num_beams}; add --num_beams "
+                f"{arguments.n_best}."
+            )
+        at_terminal = arguments.input == "-" and sys.stdin.isatty()
+        window = given.get("window", 1 if at_terminal else 10000)
+        translations = translate_lines(
+            model,
+            tokenizer,
+            lines,
+            tokens_per_batch=arguments.tokens_per_batch,
+            window=window,
+            progress=sys.stderr.isatty() and not at_terminal and not (arguments.output == "-" and sys.stdout.isatty()),
+            name="standard input" if arguments.input == "-" else arguments.input,
+            scores=arguments.scores,
+            num_return_sequences=arguments.n_best,
+            **settings,
+        )
+        for number, hypotheses in enumerate(translations, 1):
+            for line in formatted(number, hypotheses, arguments.n_best, arguments.scores):
+                output.write(line + "\n")
+            if number % window == 0:
+                output.flush()
+    return 0
+
+
+def formatted(number: int, hypotheses: list[Hypothesis], n_best: int, scores: bool) -> Iterator[str]:
+    """The lines of output for line `number` of the input; a blank one has its one translation `n_best` times."""
+    if len(hypotheses) < n_best:
+        hypotheses = hypotheses[:1] * n_best
+    for hypothesis in hypotheses:
+        if scores:
+            yield (
+                f"{number}\t{hypothesis.score:.6f}\t{hypothesis.log_prob:.6f}\t{len(hypothesis.token_ids)}\t"
+                f"{hypothesis.text}"
+            )
+        elif n_best > 1:
+            yield f"{number}\t{hypothesis.text}"
+        else:
+            yield hypothesis.text

@@ -1,0 +1,170 @@
+"""How good a translation model is: BLEU and chrF as sacreBLEU counts them, and perplexity.
+
+Texts are scored as they are, detokenised; no reference is ever tokenised to match. Source of the measures: Papineni
+et al. 2002 (BLEU), Popovic 2015 (chrF), Post 2018 (sacreBLEU); Vaswani et al. 2017 report BLEU and perplexity in
+Table 3.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sacrebleu.metrics import BLEU, CHRF
+from torch.nn.functional import cross_entropy
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
+
+from vanilla_transformer.translation import encode_lines, evaluation_mode, length_batches, on_one_line, pad_rows
+
+
+logger = logging.getLogger(__name__)
+
+
+def corpus_scores(
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]], *, tokenize: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """BLEU and chrF of a whole corpus, the numbers of the `sacrebleu` command on the same lines.
+
+    Args:
+        hypotheses: One translation a segment.
+        references: One sequence for each reference file, each with one line a segment: `[references]` for a single
+            file. (Not one list a segment.)
+        tokenize: sacreBLEU's tokenizer for BLEU; None means its default for most languages, "13a". Chinese needs "zh".
+
+    Returns:
+        `{"bleu": {"score", "signature", "precisions", "brevity_penalty"}, "chrf": {"score", "signature"}}`; scores
+        from 0 to 100, precisions of 1- to 4-grams.
+
+    Raises:
+        TypeError: `references` holds strings instead of one sequence a file.
+        ValueError: No segment at all, a reference of another number of lines, or an unknown `tokenize`.
+    """
+    if isinstance(hypotheses, str) or isinstance(references, str) or any(isinstance(each, str) for each in references):
+        raise TypeError(
+            "expected hypotheses as a sequence of strings and references as one such sequence a reference file, got a "
+            "plain string in the place of a sequence; pass [references] for a single file."
+        )
+    if not hypotheses or not references:
+        raise ValueError(f"nothing to score: got {len(hypotheses)} hypotheses and {len(references)} references.")
+    for number, lines in enumerate(references, 1):
+        if len(lines) != len(hypotheses):
+            raise ValueError(
+                f"reference {number} has {len(lines)} lines for {len(hypotheses)} hypotheses; every reference file "
+                "has one line a segment, and references are one sequence a file, not one a segment."
+            )
+    if tokenize is not None and tokenize not in BLEU.TOKENIZERS:
+        raise ValueError(f"tokenize must be one of {', '.join(sorted(BLEU.TOKENIZERS))}, got {tokenize!r}.")
+    bleu, chrf = BLEU(tokenize=tokenize), CHRF()
+    lists = [list(lines) for lines in references]
+    bleu_score = bleu.corpus_score(list(hypotheses), lists)
+    chrf_score = chrf.corpus_score(list(hypotheses), lists)
+    return {
+        "bleu": {
+            "score": float(bleu_score.score),
+            "signature": bleu.get_signature().format(),
+            "precisions": [float(precision) for precision in bleu_score.precisions],
+            "brevity_penalty": float(bleu_score.bp),
+        },
+        "chrf": {"score": float(chrf_score.score), "signature": chrf.get_signature().format()},
+    }
+
+
+def compute_metrics_for(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPrediction], dict[str, float]]:
+    """The `compute_metrics` of a `Seq2SeqTrainer` with `predict_with_generate=True`.
+
+    Args:
+        tokenizer: Decodes predictions and labels; -100, with which Trainer pads both, is left out.
+
+    Returns:
+        A function of an `EvalPrediction` that gives `bleu` and `chrf` (from 0 to 100) and `generated_length` (mean
+        number of generated tokens, end of sentence counted). It raises ValueError for logits in the place of
+        generated tokens.
+    """
+    special = {tokenizer.pad_token_id, tokenizer.bos_token_id, -100}
+
+    def texts_of(rows: Any) -> list[str]:
+        kept = [[token for token in row if token != -100] for row in np.asarray(rows).tolist()]
+        decoded = tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [on_one_line(text) for text in decoded]
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        predictions = prediction.predictions
+        if isinstance(predictions, tuple):
+            predictions = predictions[0]
+        if np.asarray(predictions).ndim != 2:
+            raise ValueError(
+                f"expected generated tokens of shape (segments, length), got shape {np.asarray(predictions).shape}; "
+                "set predict_with_generate=True in the training arguments."
+            )
+        scores = corpus_scores(texts_of(predictions), [texts_of(prediction.label_ids)])
+        lengths = [sum(token not in special for token in row) for row in np.asarray(predictions).tolist()]
+        return {
+            "bleu": scores["bleu"]["score"],
+            "chrf": scores["chrf"]["score"],
+            "generated_length": float(np.mean(lengths)),
+        }
+
+    return compute_metrics
+
+
+def perplexity(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    *,
+    tokens_per_batch: int = 4096,
+) -> float:
+    """exp of the mean cross-entropy of a target token given its source: how many tokens the model hesitates between.
+
+    Unsmoothed and per token of this tokenizer, end of sentence counted, so comparable only between models of the same
+    vocabulary. A pair with a blank side is left out, for a blank line never reaches the model. Over-long sides are
+    cut to the tokenizer's `model_max_length`, end of sentence kept, with a warning for the target.
+
+    Args:
+        model: A sequence-to-sequence model; runs in evaluation mode.
+        tokenizer: Its tokenizer.
+        sources: Source lines.
+        targets: The translation of each.
+        tokens_per_batch: Bound of rows x longest row, padding counted, for either side; a longer pair makes a batch
+            of its own.
+
+    Raises:
+        ValueError: Unequal numbers of lines, or no pair with text on both sides.
+
+    Source: Vaswani et al. 2017, Table 3 ("per-wordpiece" perplexities).
+    """
+    if len(sources) != len(targets):
+        raise ValueError(
+            f"expected one target for each source, got {len(sources)} sources and {len(targets)} targets."
+        )
+    kept = [index for index in range(len(sources)) if sources[index].strip() and targets[index].strip()]
+    if not kept:
+        raise ValueError(f"perplexity needs a pair with text on both sides, got none among {len(sources)} pairs.")
+    if len(kept) < len(sources):
+        logger.info("perplexity: left out %d of %d pairs with a blank side", len(sources) - len(kept), len(sources))
+    numbers = [index + 1 for index in kept]
+    prefix = getattr(model.config, "prefix", None) or ""
+    source_rows = encode_lines(
+        tokenizer, [prefix + sources[index] for index in kept], numbers, name="source", warn=False
+    )
+    target_rows = encode_lines(
+        tokenizer, [targets[index] for index in kept], numbers, name="target of the perplexity", target=True
+    )
+    lengths = [(len(source), len(target)) for source, target in zip(source_rows, target_rows, strict=True)]
+    total, tokens = 0.0, 0
+    with evaluation_mode(model), torch.no_grad():
+        for batch in length_batches(lengths, tokens_per_batch):
+            input_ids, mask = pad_rows([source_rows[index] for index in batch], tokenizer)
+            labels = torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(target_rows[index]) for index in batch], batch_first=True, padding_value=-100
+            ).to(model.device)
+            outputs = model(input_ids=input_ids.to(model.device), attention_mask=mask.to(model.device), labels=labels)
+            # From the logits: a model's own loss may be smoothed, or a mean in half precision.
+            losses = cross_entropy(outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+            total += losses.double().sum().item()
+            tokens += int(labels.ne(-100).sum())
+    mean = total / tokens
+    return math.exp(mean) if mean < 700 else math.inf  # beyond, exp overflows

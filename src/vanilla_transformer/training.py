@@ -1,0 +1,392 @@
+"""Training: the paper's recipe (sections 5.1 to 5.4) as a `Seq2SeqTrainer`.
+
+`VanillaTransformerTrainer` adds to the stock trainer batches bounded by tokens, the learning rate of equation (3) to
+the letter, and an evaluation that is a mean over tokens, scores each segment once and measures BLEU by generation.
+"""
+
+import contextlib
+import ctypes
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+from transformers.utils import logging
+
+from vanilla_transformer.data import TokenBatchSampler, TranslationCollator, token_lengths
+from vanilla_transformer.evaluation import compute_metrics_for
+from vanilla_transformer.translation import length_batches
+
+
+logger = logging.get_logger(__name__)
+
+
+def learning_rate_at(update: int, d_model: int, warmup_steps: int = 4000, factor: float = 1.0) -> float:
+    """factor * d_model^-0.5 * min(update^-0.5, update * warmup_steps^-1.5).
+
+    Args:
+        update (`int`): Number of the update, from 1.
+        d_model (`int`): Width of the model.
+        warmup_steps (`int`, defaults to 4000): Updates of linear growth.
+        factor (`float`, defaults to 1.0): 1 in the paper.
+
+    Raises:
+        ValueError: An update or a warm-up below 1.
+
+    Source: Vaswani et al. 2017, section 5.3, equation (3).
+    """
+    if update < 1 or warmup_steps < 1:
+        raise ValueError(f"update and warmup_steps count from 1, got update={update} and warmup_steps={warmup_steps}.")
+    return factor * d_model**-0.5 * min(update**-0.5, update * warmup_steps**-1.5)
+
+
+@dataclass
+class VanillaTransformerTrainingArguments(Seq2SeqTrainingArguments):
+    """`Seq2SeqTrainingArguments` with the paper's recipe as defaults, and batches bounded by tokens.
+
+    Every argument of the stock class is there; these differ or are new:
+
+    Args:
+        tokens_per_batch (`int`, *optional*, defaults to 4096): Rows times longest row, padding counted, at most, for
+            the source side and for the target side each, for each process and micro-batch (section 5.1 has about
+            25,000 over all). None means `per_device_train_batch_size` sentences.
+        learning_rate (`float`, *optional*): Peak of the schedule, reached at `warmup_steps`. None means equation (3):
+            (d_model * warmup_steps) ** -0.5.
+        lr_scheduler_type (`str`, defaults to "inverse_sqrt"): In `VanillaTransformerTrainer` this is the shape of
+            equation (3), exactly, the first update included.
+        warmup_steps (`float`, defaults to 4000): Section 5.3.
+        adam_beta2, adam_epsilon (`float`, default to 0.98 and 1e-9): Section 5.3.
+        max_grad_norm (`float`, defaults to 0.0): No clipping; the paper mentions none.
+        predict_with_generate (`bool`, defaults to True): BLEU by generation at each evaluation.
+
+    Source: Vaswani et al. 2017, sections 5.1 and 5.3.
+    """
+
+    tokens_per_batch: int | None = field(
+        default=4096,
+        metadata={"help": "Rows times longest row at most, for source and target each, per process and micro-batch."},
+    )
+    learning_rate: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Peak learning rate; by default (d_model * warmup_steps) ** -0.5, equation (3)."},
+    )
+    lr_scheduler_type: str = field(  # type: ignore[assignment]
+        default="inverse_sqrt", metadata={"help": 'The schedule; "inverse_sqrt" is equation (3) of the paper.'}
+    )
+    warmup_steps: float = field(default=4000, metadata={"help": "Updates of linear growth of the learning rate."})
+    adam_beta2: float = field(default=0.98, metadata={"help": "Beta2 of Adam."})
+    adam_epsilon: float = field(default=1e-9, metadata={"help": "Epsilon of Adam."})
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Largest norm of the gradient; 0 means no clipping."})
+    predict_with_generate: bool = field(default=True, metadata={"help": "Measure BLEU by generation."})
+
+    def __post_init__(self):
+        if self.tokens_per_batch is not None and self.tokens_per_batch < 1:
+            raise ValueError(f"tokens_per_batch must be at least 1, got tokens_per_batch={self.tokens_per_batch}.")
+        if self.bf16 and not torch.accelerator.is_available():
+            self.use_cpu = True  # else transformers refuses bfloat16, which processors do have
+        super().__post_init__()
+
+
+class EpochOfSampler(TrainerCallback):
+    """Tells a batch sampler its epoch, derived from the updates done: a resumed run reshuffles as the first did."""
+
+    def __init__(self, sampler: TokenBatchSampler, updates_per_epoch: int):
+        self.sampler = sampler
+        self.updates_per_epoch = updates_per_epoch
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        """Called before the epoch's first batch is drawn."""
+        self.sampler.set_epoch(state.global_step // self.updates_per_epoch)
+
+
+class FixedBatches:
+    """Index lists in a fixed order, as a `DataLoader`'s batch sampler."""
+
+    def __init__(self, batches: list[list[int]]):
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class VanillaTransformerTrainer(Seq2SeqTrainer):
+    """`Seq2SeqTrainer` for translation as in the paper.
+
+    Differs from the stock trainer in these points:
+
+    - with `tokens_per_batch` (from `VanillaTransformerTrainingArguments` or given here), batches are bounded by tokens
+      on the source and on the target side, sentences of like length together, reshuffled each epoch by seed;
+    - `lr_scheduler_type="inverse_sqrt"` is equation (3): linear growth, then update ** -0.5, with `learning_rate` as
+      its peak at `warmup_steps`, the first update at peak / warmup_steps (the stock schedule is one update late);
+    - evaluation: the loss is a mean over tokens, unsmoothed; every segment is generated and scored exactly once, on
+      any number of processes; with `predict_with_generate` and a tokenizer, BLEU and chrF are measured without further
+      setting;
+    - `label_smoothing_factor` is refused: smoothing is the model's (`config.label_smoothing`), and only in training.
+
+    Args:
+        args_and_kwargs: As for `Seq2SeqTrainer`; `processing_class` is the tokenizer.
+        tokens_per_batch (`int`, *optional*): Replaces that of the training arguments.
+
+    Raises:
+        ValueError: `label_smoothing_factor` other than 0.
+
+    Source: Vaswani et al. 2017, sections 5.1 to 5.4.
+    """
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *rest: Any, tokens_per_batch: int | None = None, **kwargs: Any
+    ):
+        if args is not None and args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor} would smooth the evaluation loss too; set "
+                "label_smoothing in the model's configuration instead (config.label_smoothing, 0.1 by default), which "
+                "smooths in training only."
+            )
+        tokenizer = kwargs.get("processing_class")
+        if args is not None and args.learning_rate is None:
+            args.learning_rate = learning_rate_at(int(args.warmup_steps), model.config.d_model, int(args.warmup_steps))
+        if not rest and kwargs.get("data_collator") is None and hasattr(model, "config"):
+            kwargs["data_collator"] = TranslationCollator(model.config.pad_token_id)
+        generates = args is not None and args.predict_with_generate and len(rest) < 7
+        if generates and kwargs.get("compute_metrics") is None and tokenizer is not None:
+            kwargs["compute_metrics"] = compute_metrics_for(tokenizer)
+        super().__init__(model, args, *rest, **kwargs)
+        self.tokens_per_batch = tokens_per_batch
+        if tokens_per_batch is None:
+            self.tokens_per_batch = getattr(self.args, "tokens_per_batch", None)
+        self._target_tokens: Any = 0
+        self._target_tokens_since = time.perf_counter()
+
+    # Learning rate (section 5.3)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The schedule of equation (3) for "inverse_sqrt"; else the stock one."""
+        if self.lr_scheduler is not None or str(self.args.lr_scheduler_type).rsplit(".")[-1].lower() != "inverse_sqrt":
+            return super().create_scheduler(num_training_steps, optimizer)
+        warmup_steps = max(1, self.args.get_warmup_steps(num_training_steps))
+        peak = learning_rate_at(warmup_steps, 1, warmup_steps)
+        self.lr_scheduler = LambdaLR(
+            optimizer if optimizer is not None else self.optimizer,
+            # LambdaLR counts updates done, the equation the update to come.
+            lambda done: learning_rate_at(done + 1, 1, warmup_steps) / peak,
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # Batches (section 5.1)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches bounded by tokens, or the stock loader without `tokens_per_batch`."""
+        if self.tokens_per_batch is None:
+            return super().get_train_dataloader()
+        if self.train_dataset is None:
+            raise ValueError("training requires a train_dataset, got None.")
+        batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
+        sampler = TokenBatchSampler(
+            *token_lengths(self.train_dataset),
+            self.tokens_per_batch,
+            multiple_of=batches_per_update,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        )
+        self.remove_callback(EpochOfSampler)
+        self.add_callback(EpochOfSampler(sampler, len(sampler) // batches_per_update))
+        self.accelerator.even_batches = False  # the sampler's count is a multiple already; nothing is repeated
+        loader = DataLoader(
+            self.train_dataset,
+            batch_sampler=sampler,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            persistent_workers=self.args.dataloader_persistent_workers,
+        )
+        return self.accelerator.prepare(loader)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see `Trainer.train`."""
+        if self.args.device.type == "cpu":
+            keep_freed_memory()
+        self._target_tokens_since = time.perf_counter()
+        return super().train(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of one update; counts their target tokens for the log."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if num_items is not None:
+            self._target_tokens = self._target_tokens + num_items
+        return batches, num_items
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs; target tokens a second since the last log are added to training's lines."""
+        if "loss" in logs:
+            now = time.perf_counter()
+            logs["target_tokens_per_second"] = round(float(self._target_tokens) / (now - self._target_tokens_since), 1)
+            self._target_tokens, self._target_tokens_since = 0, now
+        super().log(logs, *args, **kwargs)
+        if "loss" not in logs:  # an evaluation has passed, which is not training time
+            self._target_tokens, self._target_tokens_since = 0, time.perf_counter()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Leaves tied matrices out of the warning on missing weights: a checkpoint holds them once."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
+
+    # Evaluation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Batches of like length for this process alone, longest first; each segment in exactly one of them."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation requires an eval_dataset, got None.")
+        return self._segments_once(dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As `get_eval_dataloader`."""
+        return self._segments_once(test_dataset)
+
+    def _segments_once(self, dataset: Any) -> DataLoader:
+        lengths = list(zip(*(side.tolist() for side in token_lengths(dataset)), strict=True))
+        if self.tokens_per_batch is not None:
+            batches = list(length_batches(lengths, self.tokens_per_batch))
+        else:
+            order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+            rows = self.args.per_device_eval_batch_size
+            batches = [order[start : start + rows] for start in range(0, len(order), rows)]
+        mine = FixedBatches(batches[self.accelerator.process_index :: self.accelerator.num_processes])
+        return DataLoader(dataset, batch_sampler=cast(Any, mine), collate_fn=self.data_collator)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Loss as a mean over all target tokens, and metrics over all segments, each counted once.
+
+        Returns:
+            `EvalLoopOutput`. `predictions` are generated ids, shape `(segments, longest)`, padded with -100, in the
+            dataset's order (with `predict_with_generate`, else None); `label_ids` likewise.
+        """
+        if not isinstance(dataloader.batch_sampler, FixedBatches):
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        generates = self.args.predict_with_generate and not loss_only
+        model = self.model
+        was_training = model.training
+        if not self.is_in_train and self.args.device.type != "cpu":
+            model = model.to(self.args.device)
+        model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        total_loss, total_tokens = 0.0, 0
+        segments: list[tuple[int, list[int] | None, list[int] | None]] = []
+        for indices, batch in zip(dataloader.batch_sampler, dataloader, strict=True):
+            inputs = self._prepare_inputs(batch)
+            labels = inputs.get("labels")
+            predictions: list[Any] = [None] * len(indices)
+            with torch.no_grad():
+                if labels is not None:
+                    with self.compute_loss_context_manager():
+                        outputs = model(**inputs)
+                    tokens = int(labels.ne(-100).sum())
+                    total_loss += float(outputs["loss"]) * tokens
+                    total_tokens += tokens
+                if generates:
+                    predictions = self._generate(model, inputs).tolist()
+            label_rows = [None] * len(indices) if labels is None else labels.tolist()
+            segments.extend(zip(indices, predictions, label_rows, strict=True))
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        model.train(was_training)
+
+        if self.accelerator.num_processes > 1:
+            segments = gather_object(segments)
+            total_loss, total_tokens = (
+                sum(parts) for parts in zip(*gather_object([(total_loss, total_tokens)]), strict=True)
+            )
+        segments.sort(key=lambda segment: segment[0])
+        predictions_array = pad_rows([row for _, row, _ in segments]) if generates else None
+        labels_array = pad_rows([row for _, _, row in segments])
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and predictions_array is not None and labels_array is not None:
+            metrics = self.compute_metrics(
+                EvalPrediction(predictions=predictions_array, label_ids=cast(np.ndarray, labels_array))
+            )
+        if total_tokens:
+            metrics["loss"] = total_loss / total_tokens
+        prefix = f"{metric_key_prefix}_"
+        metrics = {
+            name if name.startswith(prefix) else prefix + name: value
+            for name, value in denumpify_detensorize(metrics).items()
+        }
+        return EvalLoopOutput(
+            predictions=cast(Any, predictions_array),
+            label_ids=labels_array,
+            metrics=metrics,
+            num_samples=len(segments),
+        )
+
+    def _generate(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Generated ids of one batch, shape `(batch, length)`, by the settings of the model and of this evaluation."""
+        settings = {name: value for name, value in getattr(self, "_gen_kwargs", {}).items() if value is not None}
+        sources = {
+            name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask", "inputs_embeds")
+        }
+        with self.compute_loss_context_manager():
+            return model.generate(**sources, **settings)
+
+
+def pad_rows(rows: list[Any], padding: int = -100) -> np.ndarray | None:
+    """Id lists as one array, shape `(rows, longest)`, filled up with `padding`; None where a row is None."""
+    if not rows or any(row is None for row in rows):
+        return None
+    padded = np.full((len(rows), max(len(row) for row in rows)), padding, dtype=np.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return padded
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep freed memory instead of returning it to the system.
+
+    Batches of changing shape make torch ask for blocks of some megabytes many times in an update; handed back and
+    fetched again, each costs page faults, which on a CPU take longer than the arithmetic on them. Elsewhere this does
+    nothing.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 2**30)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def perplexity_of(loss: float) -> float:
+    """exp of a mean loss in nats; infinity where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+__all__ = [
+    "VanillaTransformerTrainer",
+    "VanillaTransformerTrainingArguments",
+    "keep_freed_memory",
+    "learning_rate_at",
+    "perplexity_of",
+]

@@ -1,0 +1,491 @@
+"""Translation of lines of text: any number of them, in order, in memory that does not grow with their number.
+
+Works with this model and with any other sequence-to-sequence model of transformers and its tokenizer; decoding itself
+is `model.generate()` with the model's own settings.
+"""
+
+import contextlib
+import glob
+import gzip
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TextIO
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from vanilla_transformer.generation_vanilla_transformer import GNMTLengthPenalty
+
+
+logger = logging.getLogger(__name__)
+
+# Above this a tokenizer's model_max_length means "not known" (transformers writes 10 ** 30).
+_NO_LENGTH_LIMIT = 10**9
+
+# With scores, generate() keeps the log-probabilities of the whole vocabulary at every step: at most about so many of
+# them.
+_SCORES_PER_BATCH = 2**27
+
+_LINE_BREAKS = re.compile(r"[\r\n]+")
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One translation of one line.
+
+    Attributes:
+        text: The translation, on one line: line breaks inside are written as one space.
+        score: What hypotheses are ranked by: the log-probability divided by the length penalty; None unless asked for.
+        token_ids: The generated tokens, end of sentence included (where the length limit did not come first).
+        token_log_probs: Natural log-probability of each of `token_ids` (as decoding saw it: after processors such as a
+            minimum length); None unless asked for.
+    """
+
+    text: str
+    score: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    token_log_probs: list[float] | None = None
+
+    @property
+    def log_prob(self) -> float | None:
+        """Sum of `token_log_probs`; None unless asked for."""
+        return None if self.token_log_probs is None else math.fsum(self.token_log_probs)
+
+
+def translate_lines(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    lines: Iterable[str],
+    *,
+    tokens_per_batch: int = 4096,
+    window: int = 10000,
+    progress: bool = False,
+    first_line: int = 1,
+    name: str = "input",
+    scores: bool = False,
+    **generate_kwargs: Any,
+) -> Iterator[list[Hypothesis]]:
+    """Translates lines; item i of the result belongs to line i.
+
+    `window` lines are read, translated in batches of like length, and handed out in order before the next are read.
+    The model runs in evaluation mode and on its own device. A line of white space alone translates to the empty
+    string and never reaches the model. A line of more tokens than `tokenizer.model_max_length` is cut there, the end
+    of sentence kept, with a warning. Batches change a floating-point result by about 1e-6, which can only decide
+    between translations that are equally good to that precision.
+
+    Args:
+        model: A sequence-to-sequence model.
+        tokenizer: Its tokenizer.
+        lines: Source text; may be endless.
+        tokens_per_batch: Bound of rows x beams x longest source row, padding counted. A single line above it makes a
+            batch of its own.
+        window: Lines held and sorted by length together; 1 answers each line before it reads the next.
+        progress: Whether to show a progress bar on stderr.
+        first_line: Number of the first line, for warnings.
+        name: What the warnings call the input, such as its file name.
+        scores: Whether to compute `score` and `token_log_probs`. Batches become smaller where their memory demands it.
+        generate_kwargs: Arguments of `model.generate()`, such as `num_beams`, `num_return_sequences`,
+            `length_penalty` or `max_new_tokens`; what is not given is the model's own setting.
+
+    Returns:
+        An iterator with one list a line, best hypothesis first: `num_return_sequences` of them, one for a blank line.
+
+    Raises:
+        TypeError: `lines` is one string, or holds something else than strings.
+        ValueError: `tokens_per_batch` or `window` is below 1, or `generate()` refuses an argument.
+
+    Source: Vaswani et al. 2017, section 6.1, by way of `generate()`.
+    """
+    if isinstance(lines, (str, bytes)):
+        raise TypeError(f"lines must be an iterable of strings, got one {type(lines).__name__}; pass [text] instead.")
+    for argument, value in (("tokens_per_batch", tokens_per_batch), ("window", window)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{argument} must be a whole number of at least 1, got {value!r}.")
+    decoder = _Decoder(model, tokenizer, tokens_per_batch, scores, generate_kwargs)
+    return _translate_windows(decoder, enumerate(lines, first_line), window, progress, name)
+
+
+def _translate_windows(
+    decoder: "_Decoder", numbered_lines: Iterator[tuple[int, str]], window: int, progress: bool, name: str
+) -> Iterator[list[Hypothesis]]:
+    with tqdm(unit=" lines", disable=not progress, file=sys.stderr) as bar:
+        while held := list(islice(numbered_lines, window)):
+            yield from decoder.translate([number for number, _ in held], [line for _, line in held], name, bar)
+
+
+class _Decoder:
+    """A model, its tokenizer and the settings of one `translate_lines`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        tokens_per_batch: int,
+        scores: bool,
+        generate_kwargs: dict[str, Any],
+    ):
+        self.model: Any = model  # with generate(), which PreTrainedModel does not promise
+        self.tokenizer = tokenizer
+        self.scores = scores
+        self.generate_kwargs = dict(generate_kwargs)
+        self.num_beams = int(self.setting("num_beams") or 1)
+        self.num_sequences = int(self.setting("num_return_sequences") or 1)
+        self.tokens_per_batch = tokens_per_batch
+        self.rows_per_line = max(self.num_beams, self.num_sequences)
+        # As the pipeline has it: what models such as T5 want before every text.
+        self.prefix = getattr(model.config, "prefix", None) or ""
+        self.length_penalty = self.penalty_of_beams()
+        if self.num_beams == 1:
+            # Settings of the model for its beams, of which transformers would warn that one beam does not need them.
+            for setting, neutral in (("early_stopping", False), ("length_penalty", 1.0)):
+                if "generation_config" not in self.generate_kwargs:
+                    self.generate_kwargs.setdefault(setting, neutral)
+
+    def setting(self, name: str) -> Any:
+        """The value of a generation setting that is in force: the call's, else the model's."""
+        given = self.generate_kwargs.get("generation_config")
+        for value in (
+            self.generate_kwargs.get(name),
+            getattr(given, name, None),
+            getattr(self.model.generation_config, name, None),
+        ):
+            if value is not None:
+                return value
+        return None
+
+    def translate(self, numbers: list[int], lines: list[str], name: str, bar: Any) -> list[list[Hypothesis]]:
+        """Translates the lines of one window."""
+        for number, line in zip(numbers, lines, strict=True):
+            if not isinstance(line, str):
+                raise TypeError(f"{name}, line {number}: expected a string, got {type(line).__name__}: {line!r:.80}.")
+        blank = Hypothesis("", 0.0, [], []) if self.scores else Hypothesis("")
+        results: list[list[Hypothesis]] = [[blank] for _ in lines]
+        visible = [index for index, line in enumerate(lines) if line.strip()]
+        bar.update(len(lines) - len(visible))
+        rows = encode_lines(
+            self.tokenizer,
+            [self.prefix + lines[index] for index in visible],
+            [numbers[index] for index in visible],
+            name=name,
+        )
+        with evaluation_mode(self.model):
+            for batch in self.batches(rows):
+                hypotheses = self.generate([rows[row] for row in batch])
+                for row, translations in zip(batch, hypotheses, strict=True):
+                    results[visible[row]] = translations
+                bar.update(len(batch))
+        return results
+
+    def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Indices of `rows` in batches of like length."""
+        costs = []
+        for row in rows:
+            cost = len(row) * self.rows_per_line
+            if self.scores:
+                cells = self.rows_per_line * self.model.config.vocab_size * self.most_new_tokens(len(row))
+                cost = max(cost, math.ceil(cells * self.tokens_per_batch / _SCORES_PER_BATCH))
+            costs.append((cost,))
+        return length_batches(costs, self.tokens_per_batch)
+
+    def most_new_tokens(self, source_length: int) -> int:
+        """About how many tokens a row of `source_length` tokens generates at most."""
+        for name in ("max_new_tokens", "max_length"):
+            if self.generate_kwargs.get(name):
+                return int(self.generate_kwargs[name])
+        over_source = self.setting("max_new_tokens_over_source")
+        if over_source is not None:
+            return source_length + int(over_source)
+        return int(self.setting("max_new_tokens") or self.setting("max_length") or 20)
+
+    def generate(self, rows: list[list[int]]) -> list[list[Hypothesis]]:
+        """Translates one batch of token ids."""
+        device = self.model.device
+        input_ids, mask = pad_rows(rows, self.tokenizer)
+        arguments = {"input_ids": input_ids.to(device), "attention_mask": mask.to(device), **self.generate_kwargs}
+        if self.scores:
+            arguments.update(return_dict_in_generate=True, output_scores=True)
+        outputs = self.model.generate(**arguments)
+        sequences = outputs if isinstance(outputs, torch.Tensor) else outputs.sequences
+        # An encoder-decoder starts from one token of its own, which is no part of the translation.
+        token_ids = [self.generated(ids) for ids in sequences[:, 1:].tolist()]
+        texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if self.scores:
+            hypotheses = self.with_scores(texts, token_ids, outputs)
+        else:
+            hypotheses = [Hypothesis(on_one_line(text), None, ids) for text, ids in zip(texts, token_ids, strict=True)]
+        per_line = len(hypotheses) // len(rows)
+        return [hypotheses[start : start + per_line] for start in range(0, len(hypotheses), per_line)]
+
+    def generated(self, ids: list[int]) -> list[int]:
+        """`ids` up to the end of sentence; without one, less the padding."""
+        ends = self.setting("eos_token_id")
+        ends = [ends] if isinstance(ends, int) else ends or []
+        for position, token in enumerate(ids):
+            if token in ends:
+                return ids[: position + 1]
+        pad = self.setting("pad_token_id")
+        length = len(ids)
+        while length and ids[length - 1] == pad:
+            length -= 1
+        return ids[:length]
+
+    def with_scores(self, texts: list[str], token_ids: list[list[int]], outputs: Any) -> list[Hypothesis]:
+        """Hypotheses with their log-probabilities from what `generate()` returned."""
+        beam_indices = getattr(outputs, "beam_indices", None)
+        log_probs = self.model.compute_transition_scores(
+            outputs.sequences, outputs.scores, beam_indices, normalize_logits=beam_indices is None
+        ).tolist()
+        if beam_indices is not None:
+            ranked_by = outputs.sequences_scores.tolist()
+            # Of beams the generated length is known; their padding may look like the end of sentence.
+            lengths = (beam_indices >= 0).sum(dim=1).tolist()
+            token_ids = [ids[:length] for ids, length in zip(outputs.sequences[:, 1:].tolist(), lengths, strict=True)]
+        hypotheses = []
+        for row, (text, ids) in enumerate(zip(texts, token_ids, strict=True)):
+            row_log_probs = log_probs[row][: len(ids)]
+            if beam_indices is not None:
+                score = ranked_by[row]
+            else:
+                score = math.fsum(row_log_probs) / max(1, len(ids)) ** self.length_penalty
+            hypotheses.append(Hypothesis(on_one_line(text), score, ids, row_log_probs))
+        return hypotheses
+
+    def penalty_of_beams(self) -> float:
+        """The exponent that beams are, or would be, ranked with, so that scores with and without beams compare."""
+        penalty = self.setting("length_penalty")
+        penalty = 1.0 if penalty is None else penalty  # the default of transformers
+        return GNMTLengthPenalty(penalty) if self.setting("length_penalty_type") == "gnmt" else penalty
+
+
+def on_one_line(text: str) -> str:
+    r"""The text with each run of line breaks (``\n``, ``\r``) as one space: one translation is one line of a file."""
+    return _LINE_BREAKS.sub(" ", text)
+
+
+def encode_lines(
+    tokenizer: PreTrainedTokenizerBase,
+    lines: Sequence[str],
+    numbers: Sequence[int],
+    *,
+    name: str = "input",
+    target: bool = False,
+    warn: bool = True,
+) -> list[list[int]]:
+    """Token ids of each line, at most `tokenizer.model_max_length` of them, end of sentence kept.
+
+    Args:
+        tokenizer: Any tokenizer that closes a text with the end of sentence.
+        lines: Text without blank lines.
+        numbers: The number of each line, for warnings.
+        name: What the warnings call the input.
+        target: Whether the lines are of the target language, for tokenizers that tell the two apart.
+        warn: Whether to warn of lines that were cut.
+    """
+    if not lines:
+        return []
+    key = "text_target" if target else "text"
+    rows = tokenizer(**{key: list(lines)}, truncation=False, padding=False, verbose=False)["input_ids"]
+    limit = tokenizer.model_max_length
+    if limit >= _NO_LENGTH_LIMIT:
+        return rows
+    for index, row in enumerate(rows):
+        if len(row) > limit:
+            if warn:
+                logger.warning(
+                    "%s, line %d: cut from %d to %d tokens, the tokenizer's model_max_length",
+                    name,
+                    numbers[index],
+                    len(row),
+                    limit,
+                )
+            rows[index] = tokenizer(**{key: lines[index]}, truncation=True, max_length=limit)["input_ids"]
+    return rows
+
+
+def pad_rows(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as `input_ids` and `attention_mask` (1 token, 0 padding), both int64 of shape `(rows, longest)`."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    # Without a pad token any id will do, for the mask hides it.
+    pad = tokenizer.pad_token_id or 0
+    side = tokenizer.padding_side
+    input_ids = pad_sequence(tensors, batch_first=True, padding_value=pad, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side=side)
+    return input_ids, mask
+
+
+def length_batches(lengths: Sequence[tuple[int, ...]], tokens_per_batch: int) -> Iterator[list[int]]:
+    """Indices in batches of like length, the longest first, so that memory runs out at once if at all.
+
+    Args:
+        lengths: One tuple a row: its length on each side that counts.
+        tokens_per_batch: Bound of rows x longest row on each side; a longer row makes a batch of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (lengths[index], -index), reverse=True)
+    batch: list[int] = []
+    longest: tuple[int, ...] = ()
+    for index in order:
+        grown = tuple(map(max, longest, lengths[index])) if batch else lengths[index]
+        if batch and (len(batch) + 1) * max(grown) > tokens_per_batch:
+            yield batch
+            batch, grown = [], lengths[index]
+        batch.append(index)
+        longest = grown
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Switches dropout off inside, and back to what it was after."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def load_translator(
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: str = "float32",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Opens a sequence-to-sequence model and its tokenizer for translation, from safetensors only.
+
+    Args:
+        name: A folder that `save_pretrained` wrote, or the name of a model on the Hub.
+        device: Where to put the model, such as "cpu" or "cuda:0"; None means "cuda" where there is one, else "cpu".
+        dtype: "float32", "bfloat16" or "float16".
+        revision: Branch, tag or commit on the Hub; None means the main branch.
+        trust_remote_code: Whether code that lies beside the weights may run. This package's own models do not need it.
+
+    Returns:
+        The model in evaluation mode, and the tokenizer.
+
+    Raises:
+        FileNotFoundError: The folder has no `config.json`.
+        OSError: The Hub has no such model, or is not reached.
+        ValueError: The folder has no safetensors, or not all weights of the model; the model is no encoder-decoder;
+            `device` or `dtype` does not exist here.
+    """
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}.")
+    place = _usable_device(device)
+    if os.path.isdir(name):
+        _require_model_folder(name)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(name, **options)
+    if not config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} holds a model of type {config.model_type!r}, which is no encoder-decoder and so cannot translate "
+            "here; pass a sequence-to-sequence model."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    try:
+        model, report = AutoModelForSeq2SeqLM.from_pretrained(
+            name, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, **options
+        )
+    except RuntimeError as error:  # weights of other shapes than the configuration's
+        raise ValueError(f"the weights in {name} do not fit its config.json: {error}") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ValueError(
+            f"{name} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}; save the "
+            "model again."
+        )
+    return model.to(place).eval(), tokenizer
+
+
+def _usable_device(device: str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {device!r} cannot be used here ({reason}); pass 'cpu', or leave it out.") from None
+    return place
+
+
+def _require_model_folder(folder: str) -> None:
+    """Says what a folder lacks before transformers is asked to open it, for which pickled weights would do."""
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        checkpoints = sorted(glob.glob(os.path.join(glob.escape(folder), "checkpoint-*")))
+        hint = (
+            f"; did you mean {checkpoints[-1]}?" if checkpoints else "; expected a folder written by save_pretrained."
+        )
+        raise FileNotFoundError(f"no config.json in the folder {folder}{hint}")
+    weights = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
+    if not weights:
+        others = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        found = f"only {', '.join(others)}, which would have to be unpickled" if others else "no weights at all"
+        raise ValueError(
+            f"no safetensors in the folder {folder}, but {found}; save the model again with save_pretrained, which "
+            "writes model.safetensors."
+        )
+
+
+@contextlib.contextmanager
+def open_output(path: str) -> Iterator[TextIO]:
+    r"""Opens a text file for writing that appears under its name whole or not at all.
+
+    What is written goes to a temporary file in the same folder, which takes the place of `path` at the end; an error
+    before that leaves `path` as it was. UTF-8, lines end in ``\n``.
+
+    Args:
+        path: The file, compressed when its name ends in ``.gz``; ``-`` means standard output, which (like a device or
+            a named pipe) is written as it comes.
+
+    Raises:
+        OSError: The file cannot be written, for instance since its folder does not exist.
+    """
+    if path == "-":
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(encoding="utf-8", newline="\n")
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"expected a file to write to, but {path} is a folder")
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
+            yield file
+        return
+    target = os.path.realpath(path)  # a symbolic link stays one
+    folder, base = os.path.split(target)
+    temporary = os.path.join(folder, f".{base}.{os.getpid()}.tmp")
+    opener = gzip.open if path.lower().endswith(".gz") else open
+    try:
+        file = opener(temporary, "xt", encoding="utf-8", newline="\n")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no such folder: {folder} (to write {base} into)") from None
+    try:
+        with file:
+            yield file
+        if os.path.exists(target):
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

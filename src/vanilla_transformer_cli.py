@@ -1,0 +1,351 @@
+"""The console command `vanilla-transformer VERB ...`.
+
+Help, the version and wrong arguments are answered from this file alone, which imports nothing but the standard
+library; the package, and with it torch, is imported when a verb runs. A user's mistake is one line on stderr and exit
+code 2.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+PROGRAM = "vanilla-transformer"
+
+VERBS = {
+    "demo": "see it work without any download: train a tiny model, score it, translate",
+    "train": "train a model on parallel text, or fine-tune one",
+    "translate": "translate a file or standard input, line by line",
+    "evaluate": "BLEU, chrF and perplexity of a model on parallel text",
+}
+
+TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
+LONGEST_MESSAGE = 800  # characters; some messages of transformers list every model there is
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage in front."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with the message, on one line, and where to find help."""
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
+
+
+def whole_number(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return number
+
+
+def input_file(text: str) -> str:
+    """The path of a file that can be read, or `-` for standard input."""
+    if text != "-":
+        if os.path.isdir(text):
+            raise argparse.ArgumentTypeError(f"expected a file, but {text} is a folder")
+        if not os.path.exists(text):
+            raise argparse.ArgumentTypeError(f"no such file: {text}")
+        if not os.access(text, os.R_OK):
+            raise argparse.ArgumentTypeError(f"no permission to read {text}")
+    return text
+
+
+def output_file(text: str) -> str:
+    """The path of a file that can be written, or `-` for standard output."""
+    if text != "-":
+        folder = os.path.dirname(text) or "."
+        if os.path.isdir(text):
+            raise argparse.ArgumentTypeError(f"expected a file to write to, but {text} is a folder")
+        if not os.path.isdir(folder):
+            what = "is no folder" if os.path.exists(folder) else "does not exist"
+            raise argparse.ArgumentTypeError(f"cannot write {text}: {folder} {what}")
+        if not os.access(folder, os.W_OK) and not os.path.exists(text):
+            raise argparse.ArgumentTypeError(f"no permission to write into {folder}")
+    return text
+
+
+def model_name(text: str) -> str:
+    """A folder that exists, or a name that may be one on the Hub."""
+    if os.path.isdir(text):
+        return text
+    if os.path.exists(text):
+        raise argparse.ArgumentTypeError(f"expected a model folder or a name on the Hub, but {text} is a file")
+    # No name on the Hub looks so, and to ask it would only give a less clear error.
+    if not text or text[0] in "./~" or text[-1] in "/\\" or text.count("/") > 1 or "\\" in text or os.path.isabs(text):
+        raise argparse.ArgumentTypeError(f"no such folder: {text!r}")
+    return text
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `translate` and `evaluate` have in common."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        type=model_name,
+        metavar="M",
+        default=argparse.SUPPRESS,
+        help="folder, or name on the Hub",
+    )
+    parser.add_argument(
+        "--num_beams",
+        type=whole_number,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="beams of the search; 1 is greedy (default: the model's own, 4 where the paper's settings stand)",
+    )
+    parser.add_argument(
+        "--tokens_per_batch",
+        type=whole_number,
+        metavar="N",
+        default=4096,
+        help="bound of rows x beams x longest row of a batch, padding counted",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="cpu, cuda, cuda:1 ... (default: cuda if there is one)",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="precision")
+    parser.add_argument(
+        "--revision", metavar="R", default=argparse.SUPPRESS, help="branch, tag or commit on the Hub (default: main)"
+    )
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="let code stored with the model run; models of this package do not need it",
+    )
+
+
+def translate_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer translate`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} translate",
+        description="Translates text line by line: line i of the output belongs to line i of the input, blank lines "
+        "stay blank.",
+        epilog="A line of the output is the translation alone. With --n_best above 1 it is LINE<TAB>TEXT, K of them "
+        "for each line of the input, best first. With --scores it is "
+        "LINE<TAB>SCORE<TAB>LOG_PROBABILITY<TAB>LENGTH<TAB>TEXT: the score that ranks them (log-probability divided "
+        "by the length penalty), the natural log-probability, and the number of generated tokens.",
+    )
+    _add_model_arguments(parser)
+    parser.add_argument(
+        "--input", type=input_file, metavar="F", default="-", help="UTF-8 text, .gz by name; - is standard input"
+    )
+    parser.add_argument(
+        "--output",
+        type=output_file,
+        metavar="F",
+        default="-",
+        help="written whole or not at all, .gz by name; - is standard output",
+    )
+    parser.add_argument(
+        "--n_best", type=whole_number, metavar="K", default=1, help="translations of each line, at most the beams"
+    )
+    parser.add_argument("--scores", action="store_true", help="write scores beside the text")
+    parser.add_argument(
+        "--length_penalty",
+        type=float,
+        metavar="P",
+        default=argparse.SUPPRESS,
+        help="exponent of the length penalty; above 0, the greater the longer (default: the model's own)",
+    )
+    parser.add_argument(
+        "--max_new_tokens",
+        type=whole_number,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="most tokens of a translation (default: the model's own, source + 50 in the paper)",
+    )
+    parser.add_argument(
+        "--window",
+        type=whole_number,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="lines read and sorted by length together; 1 answers each at once (default: 10000; 1 at a terminal)",
+    )
+    parser.add_argument("--backend", choices=("torch",), default="torch", help="what computes")
+    return parser
+
+
+def evaluate_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer evaluate`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} evaluate",
+        description="Translates a test set and scores it: BLEU and chrF as the sacrebleu command counts them, with "
+        "their signatures, and the perplexity of the first reference.",
+    )
+    _add_model_arguments(parser)
+    parser.add_argument(
+        "--source",
+        required=True,
+        type=input_file,
+        metavar="F",
+        default=argparse.SUPPRESS,
+        help="source text, .gz by name",
+    )
+    parser.add_argument(
+        "--reference",
+        required=True,
+        type=input_file,
+        nargs="+",
+        metavar="F",
+        default=argparse.SUPPRESS,
+        help="reference translations, one file or several, each with as many lines as the source",
+    )
+    parser.add_argument(
+        "--tokenize", metavar="T", default="13a", help="sacreBLEU's tokenizer for BLEU, such as zh for Chinese"
+    )
+    parser.add_argument(
+        "--json",
+        type=output_file,
+        metavar="OUT",
+        default=argparse.SUPPRESS,
+        help="also write the results as JSON; - puts them on standard output in place of the readable ones",
+    )
+    parser.add_argument(
+        "--hypothesis_output", type=output_file, metavar="F", default=argparse.SUPPRESS, help="write the translations"
+    )
+    return parser
+
+
+# The verbs whose arguments can be checked without importing the package.
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "translate": translate_parser,
+    "evaluate": evaluate_parser,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return importlib.metadata.version(PROGRAM)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def usage() -> str:
+    """What `vanilla-transformer --help` prints."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:{width}}  {line}" for verb, line in VERBS.items())
+    return (
+        f"usage: {PROGRAM} VERB ...\n\n"
+        'The 2017 Transformer ("Attention Is All You Need") for translation.\n\n'
+        f"verbs:\n{verbs}\n\n"
+        f"{PROGRAM} VERB --help explains a verb; {PROGRAM} --version prints the version.\n"
+        f"{TRACEBACK_VARIABLE}=1 in the environment shows the traceback of an error."
+    )
+
+
+def one_line(message: str) -> str:
+    """The message on one line, shortened where it is very long."""
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} ..."
+
+
+def users_mistake(error: Exception) -> str | None:
+    """What to tell the user of an error that is theirs to mend; None for one that is ours."""
+    name, module = type(error).__name__, type(error).__module__.split(".")[0]
+    if name == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return f"out of memory; a smaller --tokens_per_batch needs less ({error})"
+    if isinstance(error, TypeError):
+        # One that the package raised itself tells of an argument; any other is a fault of the program.
+        frames = list(traceback.walk_tb(error.__traceback__))
+        raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+        return str(error) if raised_in.startswith("vanilla_transformer") else None
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    if isinstance(error, (ValueError, OSError, ImportError)) or module in (
+        "safetensors",
+        "safetensors_rust",
+        "huggingface_hub",
+    ):
+        return str(error) or name
+    return None
+
+
+def run(verb: str, argv: list[str]) -> int:
+    """Runs one verb and turns its errors into one line and an exit code."""
+    prog = f"{PROGRAM} {verb}"
+    if verb in PARSERS:
+        PARSERS[verb]().parse_args(argv)  # before the slow import, and again in the verb itself
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{prog}: %(levelname)s: %(message)s"))
+    package_logger = logging.getLogger("vanilla_transformer")
+    package_logger.addHandler(handler)
+    try:
+        code = importlib.import_module(f"vanilla_transformer.commands.{verb}").main(argv)
+        sys.stdout.flush()
+        return int(code or 0)
+    except BrokenPipeError:
+        # Whoever read our output has gone; nor can the interpreter flush it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        print(f"\n{prog}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        message = users_mistake(error)
+        if message is None or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+            raise
+        print(f"{prog}: error: {one_line(message)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    finally:
+        package_logger.removeHandler(handler)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The entry of the console command.
+
+    Args:
+        argv: Arguments after the program's name; None means those of the process.
+
+    Returns:
+        The exit code: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 where nobody reads the output any more.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        print(usage(), file=sys.stderr)
+        return EXIT_USER_ERROR
+    verb, rest = argv[0], argv[1:]
+    if verb in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if verb in ("-V", "--version"):
+        print(f"{PROGRAM} {version()}")
+        return 0
+    if verb not in VERBS:
+        print(f"{PROGRAM}: error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return run(verb, rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,582 @@
+"""generation_vanilla_transformer: the decoding of section 6.1, judged by recomputation and by exhaustive search."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import logging
+
+import reference
+from small_models import padded, reference_logits, reference_sentence, small_config, small_model, words
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+
+
+ATTENTIONS = ["eager", "sdpa"]
+PAPER = {
+    "num_beams": 4,
+    "length_penalty": 0.6,
+    "length_penalty_type": "gnmt",
+    "max_new_tokens_over_source": 50,
+    "early_stopping": "never",
+}
+SOURCES = [[5, 9, 2], [4, 21, 8, 13, 6, 7, 2], [11, 3, 20, 6, 9, 15, 17, 4, 8, 19, 22, 2]]
+NO_END = {"suppress_tokens": [1, 2]}  # neither pad nor EOS, so that every row runs to its limit
+
+
+def translating_model(attn_implementation: str = "sdpa", seed: int = 0, **overrides):
+    """A random model that ends its sentences at different lengths: the end of sentence has a bias of its own."""
+    model = small_model(attn_implementation=attn_implementation, seed=seed, output_bias=True, std=0.4, **overrides)
+    with torch.no_grad():
+        model.lm_head.bias.zero_()
+        model.lm_head.bias[2] = 1.5
+        model.lm_head.bias[1] = -1e4  # a translation with padding in its middle would be hard to trim
+    return model
+
+
+def trimmed(row: torch.Tensor, pad: int = 1) -> list[int]:
+    """A row of generate() without the padding behind it."""
+    ids = row.tolist()
+    while ids and ids[-1] == pad:
+        ids.pop()
+    return ids
+
+
+def translate(model, sources: list[list[int]], side: str = "right", width: int | None = None, **kwargs):
+    """Ids of each source's translation, trimmed, and their scores (None without beams)."""
+    input_ids, attention_mask = padded(sources, side=side, width=width)
+    output = model.generate(
+        input_ids, attention_mask=attention_mask, return_dict_in_generate=True, output_scores=True, **kwargs
+    )
+    return [trimmed(row) for row in output.sequences], getattr(output, "sequences_scores", None)
+
+
+# the defaults and their survival ---------------------------------------------------------------------
+
+
+def settings_of(model) -> dict:
+    return {name: getattr(model.generation_config, name, None) for name in PAPER}
+
+
+def assert_decodes_as_the_paper(model) -> None:
+    """The settings say so, and so do the limit of a row and the score of a hypothesis."""
+    assert settings_of(model) == PAPER
+    output = model.generate(torch.tensor([[5, 9, 2]]), return_dict_in_generate=True, output_scores=True, **NO_END)
+    assert output.sequences.shape == (1, 1 + 3 + 50)
+    total = model.compute_transition_scores(output.sequences, output.scores, output.beam_indices).sum()
+    assert output.sequences_scores.item() == pytest.approx(total.item() / ((5 + 53) / 6) ** 0.6, rel=1e-4)
+
+
+def test_a_fresh_model_decodes_as_section_6_1_says():
+    assert_decodes_as_the_paper(small_model())
+    assert_decodes_as_the_paper(AutoModelForSeq2SeqLM.from_config(small_config()).eval())
+
+
+@pytest.mark.parametrize("json_file", ["kept", "deleted"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_decoding_defaults_survive_saving_and_loading(json_file, times, tmp_path):
+    model = small_model()
+    for number in range(times):
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder)
+        saved = json.loads((folder / "generation_config.json").read_text())
+        assert {name: saved[name] for name in PAPER} == PAPER
+        assert not saved.get("_from_model_config")
+        if json_file == "deleted":
+            (folder / "generation_config.json").unlink()
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    assert_decodes_as_the_paper(model)
+    assert_decodes_as_the_paper(VanillaTransformerForConditionalGeneration.from_pretrained(folder))
+
+
+def test_own_settings_survive_saving_and_loading(tmp_path):
+    model = small_model()
+    model.generation_config.update(
+        num_beams=2, length_penalty=1.0, length_penalty_type="hub", max_new_tokens_over_source=7
+    )
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    expected = {**PAPER, "num_beams": 2, "length_penalty": 1.0, "length_penalty_type": "hub"}
+    assert settings_of(loaded) == {**expected, "max_new_tokens_over_source": 7}
+    assert loaded.generate(torch.tensor([[5, 9, 2]]), **NO_END).shape == (1, 1 + 3 + 7)
+
+
+def test_generating_changes_no_setting_of_the_model():
+    model = small_model()
+    before = copy.deepcopy(model.generation_config.to_dict())
+    model.generate(words(2, 5), max_new_tokens=4)
+    model.generate(words(2, 5), num_beams=1)
+    model.generate(words(2, 5), length_penalty=2.0, length_penalty_type="hub", max_new_tokens_over_source=2)
+    own = GenerationConfig(num_beams=3, max_new_tokens=3)
+    own_before = copy.deepcopy(own.to_dict())
+    model.generate(words(2, 5), generation_config=own)
+    assert model.generation_config.to_dict() == before
+    assert own.to_dict() == own_before
+    assert type(model.generation_config.length_penalty) is float
+    assert "GNMT" not in model.generation_config.to_json_string()
+
+
+def test_the_defaults_that_seq2seq_trainer_writes_do_not_cut_translations_at_20_tokens(tmp_path):
+    model = small_model()
+    model.generation_config.update(**model.generation_config._get_default_generation_params(), defaults_only=True)
+    assert model.generation_config.max_length == 20
+    assert_decodes_as_the_paper(model)
+    model.save_pretrained(tmp_path)
+    assert_decodes_as_the_paper(AutoModelForSeq2SeqLM.from_pretrained(tmp_path))
+
+
+def test_the_default_call_warns_of_nothing(caplog, recwarn):
+    model = small_model()
+    logging.enable_propagation()
+    try:
+        with caplog.at_level("WARNING"):
+            for kwargs in ({}, {"num_beams": 1}, {"max_new_tokens": 4}, {"num_beams": 1, "do_sample": True}):
+                model.generate(torch.tensor([[5, 9, 2], [4, 2, 1]]), **kwargs)
+    finally:
+        logging.disable_propagation()
+    assert [record.getMessage() for record in caplog.records] == []
+    assert [str(warning.message) for warning in recwarn.list] == []
+
+
+# the limit -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"num_beams": 1},
+        {"num_beams": 4},
+        {"num_beams": 1, "do_sample": True},
+        {"num_beams": 3, "num_return_sequences": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_row_ends_at_its_own_source_length_plus_50(side, kwargs):
+    model = small_model(encoder_layers=1, decoder_layers=1)
+    outputs, _ = translate(model, SOURCES, side=side, **kwargs, **NO_END)
+    returned = kwargs.get("num_return_sequences", 1)
+    expected = [1 + len(source) + 50 for source in SOURCES for _ in range(returned)]
+    assert [len(output) for output in outputs] == expected
+
+
+def test_the_end_of_sentence_counts_among_the_generated_tokens_of_the_limit():
+    class EndAt(LogitsProcessor):
+        def __init__(self, length):
+            self.length = length
+
+        def __call__(self, input_ids, scores):
+            forced = torch.full_like(scores, -1e4)
+            forced[:, 2 if input_ids.shape[1] == self.length else 7] = 0
+            return forced
+
+    model = small_model()
+    source = torch.tensor([[5, 9, 2]])
+    for num_beams in (1, 4):
+        in_time = model.generate(source, num_beams=num_beams, logits_processor=LogitsProcessorList([EndAt(53)]))
+        assert in_time.tolist() == [[0] + [7] * 52 + [2]]
+        too_late = model.generate(source, num_beams=num_beams, logits_processor=LogitsProcessorList([EndAt(54)]))
+        assert too_late.tolist() == [[0] + [7] * 53]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_only_a_limit_in_the_call_replaces_the_one_over_the_source(num_beams):
+    model = small_model(encoder_layers=1, decoder_layers=1)
+    model.generation_config.max_length = 9
+    model.generation_config.max_new_tokens = 8
+    common = {"num_beams": num_beams, **NO_END}
+    ids, mask = padded(SOURCES)
+
+    def lengths(**kwargs):
+        return [len(trimmed(row)) for row in model.generate(ids, attention_mask=mask, **common, **kwargs)]
+
+    assert lengths() == [54, 58, 63]
+    assert lengths(max_new_tokens=5) == [6, 6, 6]
+    assert lengths(max_length=7) == [7, 7, 7]
+    assert lengths(max_new_tokens_over_source=4) == [8, 12, 17]
+    assert lengths(max_new_tokens_over_source=0) == [4, 8, 13]
+    assert lengths(generation_config=GenerationConfig(max_new_tokens=3, num_beams=num_beams)) == [4, 4, 4]
+
+
+def test_a_translation_of_60_tokens_needs_no_length_argument(tmp_path):
+    model = small_model()
+    source = torch.tensor([[*range(3, 13), 2]])
+
+    class Script(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            forced = torch.full_like(scores, -1e4)
+            forced[:, 2 if input_ids.shape[1] == 60 else 3 + input_ids.shape[1] % 7] = 0
+            return forced
+
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    for each in (model, AutoModelForSeq2SeqLM.from_pretrained(tmp_path)):
+        output = each.generate(source, logits_processor=LogitsProcessorList([Script()]))
+        assert output.shape == (1, 61)
+        assert output[0, -1] == 2
+
+
+@pytest.mark.parametrize(
+    "kwargs,word",
+    [
+        ({"length_penalty_type": "wu"}, "gnmt"),
+        ({"max_new_tokens_over_source": -1}, "-1"),
+        ({"max_new_tokens_over_source": 1.5}, "1.5"),
+    ],
+)
+def test_an_impossible_setting_is_refused(kwargs, word):
+    with pytest.raises(ValueError, match=next(iter(kwargs))) as error:
+        small_model().generate(words(1, 4), **kwargs)
+    assert word in str(error.value)
+
+
+# beam search and its penalty -------------------------------------------------------------------------
+
+
+def tiny_vocabulary_model(seed: int, vocab_size: int = 4, **overrides):
+    sizes = {"d_model": 8, "d_ff": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    return small_model(seed=seed, std=0.5, **{**sizes, "vocab_size": vocab_size, **overrides})
+
+
+@pytest.mark.parametrize(
+    "kind,power", [("gnmt", 0.6), ("gnmt", 0.0), ("gnmt", 2.0), ("hub", 0.6), ("hub", 1.0), ("hub", 0.0)]
+)
+def test_beam_search_wide_enough_equals_exhaustive_search(kind, power):
+    penalty = reference.gnmt_penalty(power) if kind == "gnmt" else reference.power_penalty(power)
+    winners = set()
+    for seed in range(8):
+        model = tiny_vocabulary_model(seed)
+        source = [3, 0, 3, 2][seed % 3 :]
+        expected = reference_sentence(model, source).all_hypotheses(4, penalty)[:3]
+        output = model.generate(
+            torch.tensor([source]),
+            num_beams=4**4,
+            num_return_sequences=3,
+            max_new_tokens=4,
+            length_penalty=power,
+            length_penalty_type=kind,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        for (score, ids), row, given in zip(expected, output.sequences, output.sequences_scores, strict=True):
+            assert row.tolist()[: 1 + len(ids)] == [0, *ids]
+            assert set(row.tolist()[1 + len(ids) :]) <= {1}
+            assert given.item() == pytest.approx(score, abs=1e-5)
+        winners.add(expected[0][1])
+    assert len(winners) > 1
+
+
+def test_the_paper_ranks_otherwise_than_the_hub_somewhere():
+    differ = 0
+    for seed in range(8):
+        sentence = reference_sentence(tiny_vocabulary_model(seed), [3, 0, 2])
+        best = [
+            sentence.all_hypotheses(4, penalty(0.6))[0][1]
+            for penalty in (reference.gnmt_penalty, reference.power_penalty)
+        ]
+        differ += best[0] != best[1]
+    assert differ > 0, "the exhaustive test could not tell the two penalties apart"
+
+
+class TwoHypotheses(LogitsProcessor):
+    """Word 3 three times and EOS: log-probability -4 in 4 tokens. Word 4 seven times and EOS: -5 in 8 tokens."""
+
+    def __call__(self, input_ids, scores):
+        rigged = torch.full_like(scores, -1e6)
+        for row, ids in enumerate(input_ids.tolist()):
+            for word, each, length in ((3, -1.0, 4), (4, -0.625, 8)):
+                if set(ids[1:]) <= {word}:
+                    rigged[row, 2 if len(ids) == length else word] = each
+        return rigged
+
+
+@pytest.mark.parametrize(
+    "settings,scores",
+    [
+        ({}, {4: -3.136211, 8: -3.144088}),
+        ({"length_penalty": 0.6}, {4: -3.136211, 8: -3.144088}),
+        ({"length_penalty": 0.6, "length_penalty_type": "gnmt"}, {4: -3.136211, 8: -3.144088}),
+        ({"length_penalty": 0.6, "length_penalty_type": "hub"}, {4: -1.741101, 8: -1.435873}),
+        ({"length_penalty": 1.0}, {4: -4 / 1.5, 8: -5 * 6 / 13}),
+        ({"length_penalty_type": "hub", "length_penalty": 1.0}, {4: -1.0, 8: -0.625}),
+        ({"length_penalty": 0.0}, {4: -4.0, 8: -5.0}),
+    ],
+    ids=str,
+)
+def test_the_score_of_two_hypotheses_is_the_arithmetic_of_their_penalty(settings, scores):
+    output = small_model().generate(
+        torch.tensor([[5, 9, 4, 8, 2]]),
+        num_beams=2,
+        num_return_sequences=2,
+        logits_processor=LogitsProcessorList([TwoHypotheses()]),
+        return_dict_in_generate=True,
+        output_scores=True,
+        **settings,
+    )
+    given = {
+        len(trimmed(row)) - 1: score.item()
+        for row, score in zip(output.sequences, output.sequences_scores, strict=True)
+    }
+    assert given == pytest.approx(scores, abs=1e-5)
+    assert len(trimmed(output.sequences[0])) - 1 == max(scores, key=scores.get)
+
+
+def test_a_penalty_in_the_models_settings_keeps_its_type():
+    model = small_model()
+    common = {
+        "num_beams": 2,
+        "logits_processor": LogitsProcessorList([TwoHypotheses()]),
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    source = torch.tensor([[5, 9, 4, 8, 2]])
+    assert model.generate(source, **common).sequences_scores.item() == pytest.approx(-3.136211, abs=1e-5)
+    model.generation_config.length_penalty_type = "hub"
+    assert model.generate(source, **common).sequences_scores.item() == pytest.approx(-1.435873, abs=1e-5)
+    del model.generation_config.length_penalty_type  # absent means the Hub's
+    assert model.generate(source, **common).sequences_scores.item() == pytest.approx(-1.435873, abs=1e-5)
+    given = GenerationConfig(num_beams=2, length_penalty=0.6, length_penalty_type="gnmt", max_new_tokens=20)
+    common.pop("num_beams")
+    output = model.generate(source, generation_config=given, **common)
+    assert output.sequences_scores.item() == pytest.approx(-3.136211, abs=1e-5)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_scores_of_beam_search_are_the_references_log_probabilities(attention):
+    model = translating_model(attention)
+    for source in SOURCES:
+        (ids,), scores = translate(model, [source], max_new_tokens=12)
+        log_prob = reference_sentence(model, source).log_prob(ids[1:])
+        length = len(ids) - 1
+        assert scores.item() == pytest.approx(log_prob / ((5 + length) / 6) ** 0.6, abs=1e-4)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(
+    "variant", [{}, {"norm_first": True}, {"tie_word_embeddings": False}, {"d_k": 3, "d_v": 5}], ids=str
+)
+def test_beam_size_one_equals_the_greedy_loop_of_the_reference(attention, variant):
+    model = translating_model(attention, **variant)
+    for source in SOURCES:
+        expected = reference_sentence(model, source).greedy(10)
+        (ids,), _ = translate(model, [source], num_beams=1, max_new_tokens=10)
+        assert ids == [0, *expected]
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_beams_keep_their_own_cache_after_reordering(attention, num_beams):
+    model = translating_model(attention)
+    common = {"num_beams": num_beams, "num_return_sequences": num_beams}
+    with_cache, scores = translate(model, SOURCES, use_cache=True, **common)
+    without, expected = translate(model, SOURCES, use_cache=False, **common)
+    assert with_cache == without
+    if num_beams > 1:
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_a_static_cache_generates_the_same(num_beams):
+    model = translating_model()
+    for sources in (SOURCES, SOURCES[:1], [*SOURCES, *SOURCES]):  # another length and batch each time
+        expected, _ = translate(model, sources, num_beams=num_beams, max_new_tokens=12)
+        given, _ = translate(model, sources, num_beams=num_beams, max_new_tokens=12, cache_implementation="static")
+        assert given == expected
+
+
+# rows of a batch -------------------------------------------------------------------------------------
+
+
+def test_the_rigged_model_makes_translations_of_different_lengths():
+    lengths = [len(ids) for ids in translate(translating_model(), [*SOURCES, *words(9, 6).tolist()])[0]]
+    assert len(set(lengths)) > 3
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_translation_does_not_depend_on_padding_order_or_neighbours(attention, num_beams):
+    model = translating_model(attention)
+    alone = [translate(model, [source], num_beams=num_beams) for source in SOURCES]
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 1]):
+        for side, width in (("right", None), ("left", None), ("right", 16), ("left", 16)):
+            given, scores = translate(
+                model, [SOURCES[row] for row in order], side=side, width=width, num_beams=num_beams
+            )
+            assert given == [alone[row][0][0] for row in order]
+            if num_beams > 1:
+                expected = torch.cat([alone[row][1] for row in order])
+                torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+
+
+def test_a_poisoned_padding_row_changes_no_translation():
+    model = translating_model(tie_word_embeddings=False)
+    expected, _ = translate(model, SOURCES, side="left")
+    with torch.no_grad():
+        for embedding in (model.model.encoder.embed_tokens, model.model.decoder.embed_tokens):
+            embedding.weight[1] = 1e3
+    for side in ("left", "right"):
+        assert translate(model, SOURCES, side=side)[0] == expected
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_a_beam_search_does_not_depend_on_when_its_neighbours_end(early_stopping):
+    sources = [*SOURCES, *words(7, 6).tolist()]
+    for seed in range(3):
+        model = translating_model(seed=seed)
+        common = {"early_stopping": early_stopping, "num_beams": 4, "num_return_sequences": 2}
+        together, scores = translate(model, sources, **common)
+        for row, source in enumerate(sources):
+            alone, expected = translate(model, [source], **common)
+            assert together[2 * row : 2 * row + 2] == alone
+            torch.testing.assert_close(scores[2 * row : 2 * row + 2], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_fully_padded_row_is_translated_without_harm_to_its_neighbours(attention, num_beams):
+    model = translating_model(attention)
+    ids, mask = padded([SOURCES[0], [], SOURCES[1]])
+    output = model.generate(ids, attention_mask=mask, num_beams=num_beams)
+    expected = [translate(model, [SOURCES[row]], num_beams=num_beams)[0][0] for row in (0, 1)]
+    assert [trimmed(output[0]), trimmed(output[2])] == expected
+    assert output[1, 0] == 0
+    assert len(trimmed(output[1])) <= 1 + 0 + 50
+    assert ((output >= 0) & (output < 23)).all()
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_a_missing_attention_mask_is_inferred_from_the_padding(num_beams):
+    model = translating_model()
+    for side in ("left", "right"):
+        ids, mask = padded(SOURCES, side=side)
+        expected = model.generate(ids, attention_mask=mask, num_beams=num_beams)
+        assert torch.equal(model.generate(ids, num_beams=num_beams), expected)
+        assert torch.equal(model.generate(input_ids=ids, num_beams=num_beams), expected)
+
+
+# other ways in ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_beams,returned", [(1, 1), (4, 1), (4, 3)])
+def test_encoder_outputs_of_any_form_and_inputs_embeds_give_what_input_ids_give(num_beams, returned):
+    model = translating_model()
+    ids, mask = padded(SOURCES[:2])
+    common = {"attention_mask": mask, "num_beams": num_beams, "num_return_sequences": returned}
+    expected = model.generate(ids, **common)
+    assert expected.shape[0] == 2 * returned
+    for form in ("as_it_is", "tuple", "base"):
+        encoded = model.get_encoder()(ids, attention_mask=mask)
+        if form == "tuple":
+            encoded = encoded.to_tuple()
+        elif form == "base":
+            encoded = BaseModelOutput(last_hidden_state=encoded.last_hidden_state)
+        assert torch.equal(model.generate(encoder_outputs=encoded, **common), expected), form
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **common), expected)
+
+
+def test_returned_sequences_come_source_by_source():
+    model = translating_model()
+    together, _ = translate(model, SOURCES, num_return_sequences=3)
+    for row, source in enumerate(SOURCES):
+        assert together[3 * row : 3 * row + 3] == translate(model, [source], num_return_sequences=3)[0]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_decoder_prompts_of_different_lengths_continue_as_they_do_alone(num_beams, use_cache):
+    model = translating_model()
+    source = torch.tensor([SOURCES[1], SOURCES[1]])
+    prompts, prompt_mask = padded([[0, 9], [0, 7, 8, 9]], side="left")
+    common = {
+        "max_new_tokens": 6,
+        "num_beams": num_beams,
+        "use_cache": use_cache,
+        "suppress_tokens": [1, 2],
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    together = model.generate(source, decoder_input_ids=prompts, decoder_attention_mask=prompt_mask, **common)
+    for row, prompt in enumerate(([0, 9], [0, 7, 8, 9])):
+        alone = model.generate(source[:1], decoder_input_ids=torch.tensor([prompt]), **common)
+        assert together.sequences[row, -6:].tolist() == alone.sequences[0, -6:].tolist()
+        if num_beams == 1:
+            for step, expected in zip(together.logits, alone.logits, strict=True):
+                torch.testing.assert_close(step[row], expected[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_decoding_goes_on_past_max_position_embeddings(use_cache):
+    sizes = {"d_model": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
+    model = small_model(**sizes)
+    source = [5, 9, 4, 2]
+    output = model.generate(
+        torch.tensor([source]),
+        num_beams=1,
+        max_new_tokens=40,
+        use_cache=use_cache,
+        suppress_tokens=[2],
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert output.sequences.shape == (1, 41)
+    expected = reference_logits(model, torch.tensor([source]), output.sequences[:, :-1])
+    torch.testing.assert_close(torch.stack(output.logits, dim=1).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_learned_positions_end_with_an_error_that_names_the_limit(num_beams):
+    model = small_model(position_embedding="learned", max_position_embeddings=16)
+    assert model.generate(torch.tensor([[5, 9, 2]]), max_new_tokens=15, num_beams=num_beams, **NO_END).shape == (1, 16)
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        model.generate(torch.tensor([[5, 9, 2]]), max_new_tokens=20, num_beams=num_beams, **NO_END)
+
+
+@pytest.mark.parametrize(
+    "fields,start",
+    [
+        ({}, 0),
+        ({"bos_token_id": 7}, 7),
+        ({"decoder_start_token_id": 9}, 9),
+        ({"bos_token_id": 7, "decoder_start_token_id": 1}, 1),
+    ],
+    ids=str,
+)
+def test_the_first_decoder_token_of_generate_is_that_of_training(fields, start, tmp_path):
+    model = small_model(**fields)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "bare")
+    (tmp_path / "bare" / "generation_config.json").unlink()
+    labels = torch.tensor([[5, 6, 2]])
+    for each in (
+        model,
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "whole"),
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "bare"),
+        AutoModelForSeq2SeqLM.from_config(VanillaTransformerConfig.from_pretrained(tmp_path / "whole")),
+    ):
+        first = each.generate(torch.tensor([[5, 9, 2]]), num_beams=1, max_new_tokens=2)[0, 0].item()
+        assert first == start == each.config.decoder_start_token_id
+        assert each.prepare_decoder_input_ids_from_labels(labels=labels)[0, 0].item() == start
+
+
+def test_sampling_follows_the_seed():
+    model = translating_model()
+    ids, mask = padded(SOURCES)
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(model.generate(ids, attention_mask=mask, do_sample=True, num_beams=1))
+    assert torch.equal(draws[0], draws[1])
+    assert draws[0].shape != draws[2].shape or not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_generation_in_16_bits_is_finite(attention, dtype):
+    model = translating_model(attention).to(dtype)
+    output = model.generate(padded(SOURCES)[0], return_dict_in_generate=True, output_scores=True)
+    assert torch.isfinite(output.sequences_scores).all()

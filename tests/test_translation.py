@@ -1,0 +1,393 @@
+"""Translation of lines: order, blank lines, batches, limits, scores, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import math
+import os
+import stat
+
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+
+from conftest import TINY_CORPUS
+from translators import CopyModel, varied_marian, varied_model
+from vanilla_transformer.tokenization import train_tokenizer
+from vanilla_transformer.translation import (
+    Hypothesis,
+    length_batches,
+    load_translator,
+    on_one_line,
+    open_output,
+    translate_lines,
+)
+
+
+SOURCES = [source for source, _ in TINY_CORPUS]
+
+
+def first_texts(*arguments, **options) -> list[str]:
+    return [hypotheses[0].text for hypotheses in translate_lines(*arguments, **options)]
+
+
+def by_hand(model, tokenizer, line: str, **settings) -> str:
+    """The oracle: one sentence alone through tokenizer, generate() and decode."""
+    rows = model.generate(**tokenizer(line, return_tensors="pt"), **settings)
+    return tokenizer.decode(rows[0], skip_special_tokens=True)
+
+
+# --- Order and alignment -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [varied_model, varied_marian])
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 1}, {"num_beams": 3, "max_new_tokens": 7}])
+def test_each_line_is_translated_as_if_alone(tiny_tokenizer, make, settings):
+    model = make(tiny_tokenizer)
+    expected = [by_hand(model, tiny_tokenizer, line, **settings) for line in SOURCES]
+    assert len(set(expected)) > 3
+    for options in ({}, {"window": 3, "tokens_per_batch": 120}, {"window": 1}):
+        assert first_texts(model, tiny_tokenizer, SOURCES, **options, **settings) == expected
+
+
+def test_line_i_of_the_output_belongs_to_line_i_of_the_input(tiny_tokenizer):
+    """Odd lines among a thousand: empty, control characters, unknown signs, line separators, one very long."""
+    lines = [f"line {number} " + "x" * (number * 7919 % 60) for number in range(1000)]
+    lines[3] = ""
+    lines[17] = "a\x00b"
+    lines[18] = "\ufffd\u2603\U0001f600"
+    lines[500] = "one\u2028still one\x85\x0c\x1c end"
+    lines[501] = "\u3000 \t"
+    lines[999] = "y" * 5000
+    long = train_tokenizer(["a b c"], 259, model_max_length=10**6)
+    expected = list(lines)
+    expected[501] = ""
+    for tokenizer in (tiny_tokenizer, long):
+        got = first_texts(CopyModel(tokenizer), tokenizer, iter(lines), window=300, tokens_per_batch=1000)
+        assert got[:999] == expected[:999]
+        assert len(got) == 1000
+    assert got[999] == lines[999]
+
+
+def test_lines_are_read_a_window_at_a_time_and_answered_before_the_next(tiny_tokenizer):
+    read = []
+
+    def endless():
+        while True:
+            read.append(len(read))
+            yield "a b c"
+
+    translations = translate_lines(CopyModel(tiny_tokenizer), tiny_tokenizer, endless(), window=5)
+    for _ in range(5):
+        next(translations)
+    assert len(read) == 5
+    next(translations)
+    assert len(read) == 10
+
+
+def test_a_line_break_inside_a_translation_becomes_one_space(tiny_tokenizer):
+    model = CopyModel(tiny_tokenizer, rewrite=lambda text: text.replace(" ", "\r\n") + "\n\n!\r")
+    assert first_texts(model, tiny_tokenizer, ["a b"]) == ["a b ! "]
+    assert on_one_line("a\u2028b\x85c\x0cd") == "a\u2028b\x85c\x0cd"
+
+
+# --- Blank lines -------------------------------------------------------------------------------------------------------
+
+
+def test_blank_lines_never_reach_the_model(tiny_tokenizer):
+    blanks = ["", " ", "\t", "\u00a0", "\u3000", "\n", "\x0b\x1c"]
+    model = CopyModel(tiny_tokenizer)
+    assert list(translate_lines(model, tiny_tokenizer, blanks)) == [[Hypothesis("")]] * len(blanks)
+    assert model.batches == []
+    visible = ["-", ".", "\u200b", "a"]  # str.strip() keeps U+200B
+    mixed = [line for pair in zip(visible, blanks, strict=False) for line in pair]
+    expected = [line for text in visible for line in (text, "")]
+    assert first_texts(model, tiny_tokenizer, mixed) == expected
+    assert sum(len(batch) for batch in model.batches) == len(visible)
+
+
+# --- Batches -----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_hold_lines_of_like_length_within_the_budget(tiny_tokenizer):
+    lines = ["x " * (number * 37 % 50 + 1) for number in range(200)]
+    model = CopyModel(tiny_tokenizer)
+    list(translate_lines(model, tiny_tokenizer, lines, tokens_per_batch=600))
+    assert sum(mask.shape[0] for mask in model.batches) == 200
+    assert all(mask.numel() <= 600 for mask in model.batches)
+    assert sum(mask.numel() for mask in model.batches) < 1.1 * sum(int(mask.sum()) for mask in model.batches)
+    # As full as they can be: no two neighbours fit into one.
+    for one, other in zip(model.batches, model.batches[1:], strict=False):
+        assert (one.shape[0] + other.shape[0]) * one.shape[1] > 600
+
+
+def test_beams_and_returned_sequences_count_as_rows(tiny_tokenizer):
+    lines = ["a b c d e f"] * 24
+    length = len(tiny_tokenizer(lines[0])["input_ids"])
+    for settings, rows_per_line in (({"num_beams": 3}, 3), ({"num_return_sequences": 2, "do_sample": True}, 2)):
+        model = CopyModel(tiny_tokenizer)
+        batches = translate_lines(model, tiny_tokenizer, lines, tokens_per_batch=12 * length, **settings)
+        if settings.get("num_return_sequences"):  # the copy gives one a line: only look at what it was given
+            with pytest.raises(ValueError):
+                list(batches)
+            assert model.batches[0].shape[0] == 6
+        else:
+            list(batches)
+            assert {mask.shape[0] for mask in model.batches} == {12 // rows_per_line}
+
+
+def test_a_line_above_the_budget_is_a_batch_of_its_own(tiny_tokenizer):
+    model = CopyModel(tiny_tokenizer)
+    assert first_texts(model, tiny_tokenizer, SOURCES, tokens_per_batch=1) == SOURCES
+    assert all(mask.shape[0] == 1 for mask in model.batches)
+
+
+def test_length_batches_bound_every_side():
+    lengths = [(number % 7 + 1, number % 5 + 1) for number in range(60)]
+    batches = list(length_batches(lengths, 20))
+    assert sorted(index for batch in batches for index in batch) == list(range(60))
+    for batch in batches:
+        for side in (0, 1):
+            assert len(batch) * max(lengths[index][side] for index in batch) <= 20
+    assert list(length_batches([], 20)) == []
+
+
+# --- Length limit ------------------------------------------------------------------------------------------------------
+
+
+def test_an_overlong_line_is_cut_with_the_end_kept_and_one_warning(caplog):
+    tokenizer = train_tokenizer(["a b c"], 259, model_max_length=8)
+    model = CopyModel(tokenizer)
+    lines = ["1234567", "12345678", "", "123456789012"]
+    with caplog.at_level(logging.WARNING):
+        got = list(translate_lines(model, tokenizer, lines, name="text.en", first_line=11))
+    assert [hypotheses[0].text for hypotheses in got] == ["1234567", "1234567", "", "1234567"]
+    assert all(h[0].token_ids[-1] == tokenizer.eos_token_id for h in got if h[0].text)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    assert "text.en, line 12" in warnings[0]
+    assert "from 9 to 8 tokens" in warnings[0]
+    assert "text.en, line 14" in warnings[1]
+    assert "from 13 to 8 tokens" in warnings[1]
+
+
+# --- Mode of the model -------------------------------------------------------------------------------------------------
+
+
+def test_the_model_runs_without_dropout_and_is_left_in_its_mode(tiny_tokenizer):
+    model = varied_model(tiny_tokenizer, dropout=0.5)
+    expected = first_texts(model, tiny_tokenizer, SOURCES)
+    model.train()
+    assert first_texts(model, tiny_tokenizer, SOURCES) == expected
+    assert model.training
+
+
+# --- Scores ------------------------------------------------------------------------------------------------------------
+
+
+def forced_log_probs(model, tokenizer, line: str, token_ids: list[int]) -> list[float]:
+    """The oracle: log-probability of each token, read off one forward pass."""
+    start = torch.tensor([[model.config.decoder_start_token_id, *token_ids[:-1]]])
+    with torch.no_grad():
+        logits = model(**tokenizer(line, return_tensors="pt"), decoder_input_ids=start).logits[0]
+    return log_softmax(logits, -1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("num_beams, best", [(1, 1), (4, 1), (4, 3)])
+def test_scores_are_those_of_a_forced_pass(tiny_tokenizer, num_beams, best):
+    model = varied_model(tiny_tokenizer)
+    results = list(
+        translate_lines(model, tiny_tokenizer, SOURCES, scores=True, num_beams=num_beams, num_return_sequences=best)
+    )
+    lengths = set()
+    for line, hypotheses in zip(SOURCES, results, strict=True):
+        assert len(hypotheses) == best
+        assert [h.score for h in hypotheses] == sorted((h.score for h in hypotheses), reverse=True)
+        assert len({tuple(h.token_ids) for h in hypotheses}) == best
+        for hypothesis in hypotheses:
+            forced = forced_log_probs(model, tiny_tokenizer, line, hypothesis.token_ids)
+            assert hypothesis.token_log_probs == pytest.approx(forced, abs=1e-4)
+            assert hypothesis.log_prob == pytest.approx(math.fsum(forced), abs=1e-3)
+            penalty = ((5 + len(forced)) / 6) ** 0.6  # Wu et al. 2016, equation (14), alpha of Vaswani et al. 2017
+            assert hypothesis.score == pytest.approx(math.fsum(forced) / penalty, abs=1e-3)
+            assert hypothesis.text == tiny_tokenizer.decode(hypothesis.token_ids, skip_special_tokens=True)
+            lengths.add(len(forced))
+    assert len(lengths) > 2
+
+
+def test_scores_change_neither_text_nor_tokens(tiny_tokenizer):
+    for model in (varied_model(tiny_tokenizer), varied_marian(tiny_tokenizer)):
+        plain = list(translate_lines(model, tiny_tokenizer, SOURCES))
+        scored = list(translate_lines(model, tiny_tokenizer, SOURCES, scores=True))
+        assert [(h.text, h.token_ids) for (h,) in plain] == [(h.text, h.token_ids) for (h,) in scored]
+        assert all(h.score is None and h.token_log_probs is None for (h,) in plain)
+
+
+def test_a_blank_line_has_log_probability_zero(tiny_tokenizer):
+    ((hypothesis,),) = translate_lines(varied_model(tiny_tokenizer), tiny_tokenizer, [" "], scores=True)
+    assert (hypothesis.text, hypothesis.score, hypothesis.log_prob, hypothesis.token_ids) == ("", 0.0, 0.0, [])
+
+
+def test_without_beams_a_given_length_penalty_still_normalises(tiny_tokenizer):
+    model = varied_model(tiny_tokenizer)
+    (best,) = next(translate_lines(model, tiny_tokenizer, SOURCES, scores=True, num_beams=1, length_penalty=0.0))
+    assert best.score == pytest.approx(best.log_prob)
+
+
+# --- Wrong arguments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lines, options, error, message",
+    [
+        ("a single string", {}, TypeError, "pass \\[text\\]"),
+        (["a", None], {}, TypeError, "input, line 2"),
+        (["a"], {"tokens_per_batch": 0}, ValueError, "tokens_per_batch must be .* at least 1, got 0"),
+        (["a"], {"window": 0}, ValueError, "window must be .* at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(tiny_tokenizer, lines, options, error, message):
+    with pytest.raises(error, match=message):
+        list(translate_lines(CopyModel(tiny_tokenizer), tiny_tokenizer, lines, **options))
+
+
+# --- Loading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("translator")
+    varied_model(tiny_tokenizer).save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_saved_folder_translates_as_the_model_did(tiny_tokenizer, folder):
+    model, tokenizer = load_translator(str(folder), device="cpu")
+    assert model.dtype == torch.float32
+    assert not model.training
+    expected = first_texts(varied_model(tiny_tokenizer), tiny_tokenizer, SOURCES)
+    assert first_texts(model, tokenizer, SOURCES) == expected
+    assert load_translator(str(folder), dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+def test_another_familys_model_loads(tiny_tokenizer, tmp_path):
+    varied_marian(tiny_tokenizer).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    model, tokenizer = load_translator(str(tmp_path))
+    assert first_texts(model, tokenizer, SOURCES) == first_texts(
+        varied_marian(tiny_tokenizer), tiny_tokenizer, SOURCES
+    )
+
+
+class Bomb:
+    """Creates a file when unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return (open, (self.marker, "w"))
+
+
+@pytest.mark.parametrize("with_safetensors", [True, False])
+def test_nothing_is_ever_unpickled(folder, tmp_path, with_safetensors):
+    import pickle
+    import shutil
+
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    marker = tmp_path / "marker"
+    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin"):
+        (copy / name).write_bytes(pickle.dumps(Bomb(marker)))
+    if with_safetensors:
+        model, _ = load_translator(str(copy))
+        expected, _ = load_translator(str(folder))
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor)
+    else:
+        (copy / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"no safetensors .* only optimizer.pt, pytorch_model.bin"):
+            load_translator(str(copy))
+    assert not marker.exists()
+
+
+def test_what_a_folder_lacks_is_named(tiny_tokenizer, folder, tmp_path):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+    from transformers import BertConfig
+
+    with pytest.raises(FileNotFoundError, match=r"no config.json .* save_pretrained"):
+        load_translator(str(tmp_path))
+    (tmp_path / "checkpoint-20").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*checkpoint-20\?"):
+        load_translator(str(tmp_path))
+
+    lacking = tmp_path / "lacking"
+    shutil.copytree(folder, lacking)
+    weights = load_file(lacking / "model.safetensors")
+    del weights["model.decoder.layers.0.cross_attention.q_proj.weight"]
+    save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights .*layers.0.cross_attention.q_proj.weight"):
+        load_translator(str(lacking))
+
+    bert = tmp_path / "bert"
+    shutil.copytree(folder, bert)
+    BertConfig().save_pretrained(bert)
+    with pytest.raises(ValueError, match=r"type 'bert', which is no encoder-decoder"):
+        load_translator(str(bert))
+
+    with pytest.raises(ValueError, match="dtype must be"):
+        load_translator(str(folder), dtype="int8")
+    with pytest.raises(ValueError, match="device 'nowhere' cannot be used"):
+        load_translator(str(folder), device="nowhere")
+
+
+# --- Output files ------------------------------------------------------------------------------------------------------
+
+
+def test_an_output_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out.txt"
+    path.write_text("good")
+    with pytest.raises(KeyError), open_output(str(path)) as file:
+        file.write("half")
+        raise KeyError
+    assert path.read_text() == "good"
+    with open_output(str(path)) as file:
+        file.write("whole\n")
+        assert path.read_text() == "good"
+    assert path.read_bytes() == b"whole\n"
+    assert os.listdir(tmp_path) == ["out.txt"]
+
+
+def test_an_output_keeps_permissions_and_symbolic_links(tmp_path):
+    path, link = tmp_path / "out.txt", tmp_path / "link.txt"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with open_output(str(link)) as file:
+        file.write("new")
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_an_output_named_gz_is_compressed(tmp_path):
+    with open_output(str(tmp_path / "out.gz")) as file:
+        file.write("größer\n")
+    assert gzip.decompress((tmp_path / "out.gz").read_bytes()) == "größer\n".encode()
+
+
+def test_an_output_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(IsADirectoryError, match="is a folder"), open_output(str(tmp_path)):
+        pass
+    with pytest.raises(FileNotFoundError, match="no such folder"), open_output(str(tmp_path / "nowhere" / "out")):
+        pass
+    with pytest.raises(NotADirectoryError), open_output(str(tmp_path / "file" / "out")):
+        pass
+    with open_output(os.devnull) as file:  # no regular file: written as it comes
+        file.write("x")
+    assert not os.path.isfile(os.devnull)
