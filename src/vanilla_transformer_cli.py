@@ -267,7 +267,7 @@ def usage() -> str:
 def one_line(message: str) -> str:
     """The message on one line, shortened where it is very long."""
     line = " ".join(message.split())
-    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} ..."
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE].rstrip()} ..."
 
 
 def users_mistake(error: Exception) -> str | None:

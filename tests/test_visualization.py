@@ -261,6 +261,7 @@ def test_an_older_picture_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch)
         with pytest.raises(OSError, match="disk full"):
             plot_attention(some_weights(2, 2), ["a", "b"], ["c", "d"], path)
     assert path.read_bytes() == old
+    assert [file.name for file in tmp_path.iterdir()] == ["a.png"]
     plot_attention(some_weights(2, 2), ["a", "b"], ["c", "d"], path)
     assert path.read_bytes() != old
     assert [file.name for file in tmp_path.iterdir()] == ["a.png"]

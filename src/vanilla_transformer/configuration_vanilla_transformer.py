@@ -5,10 +5,12 @@ transformers.
 Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3 and 6.2 (Table 3).
 """
 
+import functools
 import sys
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import logging
 
@@ -92,6 +94,22 @@ def list_presets() -> list[str]:
     return list(PRESETS)
 
 
+def with_plain_errors(config_class: type) -> type:
+    """Lets the constructor of a strict dataclass raise TypeError for a value of the wrong type, on one line."""
+    construct = config_class.__init__  # type: ignore[misc]
+
+    @functools.wraps(construct)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            construct(self, *args, **kwargs)
+        except StrictDataclassFieldValidationError as error:
+            raise TypeError(" ".join(str(error.__cause__ or error).split())) from error
+
+    config_class.__init__ = __init__  # type: ignore[misc]
+    return config_class
+
+
+@with_plain_errors
 @strict
 class VanillaTransformerConfig(PretrainedConfig):
     r"""Configuration of a `VanillaTransformerModel`. Without arguments it is the base model of the paper.

@@ -39,7 +39,7 @@ _TRAINING, _VALIDATION, _TEST = 0, 1, 2
 # How often a number of one to six digits is drawn: longer numbers are more numerous and harder.
 _DIGIT_WEIGHTS = (2, 6, 16, 20, 26, 30)
 
-_KIND_WEIGHTS = {"number": 42, "ordinal": 9, "date": 8, "price": 9, "time": 3, "sentence": 29}
+_KIND_WEIGHTS = {"number": 30, "ordinal": 8, "date": 10, "price": 12, "time": 4, "sentence": 36}
 
 _NARROW_NO_BREAK_SPACE = "\u202f"
 

@@ -150,9 +150,7 @@ def perplexity(
     source_rows = encode_lines(
         tokenizer, [prefix + sources[index] for index in kept], numbers, name="source", warn=False
     )
-    target_rows = encode_lines(
-        tokenizer, [targets[index] for index in kept], numbers, name="target of the perplexity", target=True
-    )
+    target_rows = encode_lines(tokenizer, [targets[index] for index in kept], numbers, name="target", target=True)
     lengths = [(len(source), len(target)) for source, target in zip(source_rows, target_rows, strict=True)]
     total, tokens = 0.0, 0
     with evaluation_mode(model), torch.no_grad():

@@ -5,22 +5,27 @@ Source: Vaswani et al. 2017, section 6.1; Wu et al. 2016, "Google's Neural Machi
 """
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
-from transformers.utils import logging
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput, logging
 
 from .configuration_vanilla_transformer import PAPER_DECODING
 
 
 logger = logging.get_logger(__name__)
 
-ENCODER_OUTPUTS_WITHOUT_MASK = (
-    "encoder_outputs were given without attention_mask: every encoder position is attended to, padding too; pass the "
-    "attention_mask that the encoder saw."
-)
 LENGTH_PENALTY_TYPES = ("gnmt", "hub")
+
+
+def warn_of_missing_mask() -> None:
+    """Warns, once, that encoder outputs came without the mask that belongs to them."""
+    logger.warning_once(
+        "encoder_outputs were given without attention_mask: every encoder position is attended to, padding too; pass "
+        "the attention_mask that the encoder saw."
+    )
 
 
 class GNMTLengthPenalty(float):
@@ -52,7 +57,7 @@ class MaxNewTokensPerRow(StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
         rows_per_source = input_ids.shape[0] // self.limits.shape[0]
         limits = self.limits.to(input_ids.device).repeat_interleave(rows_per_source)
-        return input_ids.shape[1] - self.prompt_length >= limits
+        return cast(torch.BoolTensor, input_ids.shape[1] - self.prompt_length >= limits)
 
 
 def paper_generation_config(config: Any) -> GenerationConfig:
@@ -84,6 +89,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     Source: Vaswani et al. 2017, section 6.1.
     """
+
+    config: Any
 
     def generate(
         self,
@@ -142,9 +149,21 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if penalty_type == "gnmt" and penalty is not None and (setting("num_beams") or 1) > 1:
             settle("length_penalty", GNMTLengthPenalty(penalty))
 
+        if kwargs.get("encoder_outputs") is not None:
+            # A copy of its own: generate() repeats the states for the beams in the object that it is given.
+            outputs = kwargs["encoder_outputs"]
+            states = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+            is_mapping = isinstance(outputs, ModelOutput)
+            kwargs["encoder_outputs"] = copy.copy(outputs) if is_mapping else BaseModelOutput(*states[:3])
         source_lengths = self._prepare_source_mask(inputs, kwargs)
-        given_limits = [kwargs.get(name) or getattr(given, name, None) for name in ("max_length", "max_new_tokens")]
-        if over_source is not None and source_lengths is not None and not any(given_limits):
+        given_limits = {
+            name: kwargs.get(name) or getattr(given, name, None) for name in ("max_length", "max_new_tokens")
+        }
+        if any(given_limits.values()):
+            # What the model's own settings say of the length does not count beside what the call says.
+            for name, limit in given_limits.items():
+                settle(name, limit)
+        elif over_source is not None and source_lengths is not None:
             limits = source_lengths + over_source
             # The longest row's limit bounds the call; each row's own limit is a criterion of its own.
             prompt_length = self._decoder_prompt_length(kwargs, setting("decoder_start_token_id"))
@@ -174,7 +193,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             return mask.sum(dim=-1) if mask.ndim == 2 else None
         states = kwargs.get("inputs_embeds")
         if states is None and (encoder_outputs := kwargs.get("encoder_outputs")) is not None:
-            logger.warning_once(ENCODER_OUTPUTS_WITHOUT_MASK)
+            warn_of_missing_mask()
             states = encoder_outputs[0]
         if states is None:
             return None
@@ -193,7 +212,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
         The stock method would build settings from config.json, which holds none, and so fall back to 20 greedy tokens.
         """
-        super().adjust_generation_fn(generation_config, *args, **kwargs)
+        cast(Any, super()).adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is None and getattr(self.generation_config, "_from_model_config", False):
             self.generation_config = paper_generation_config(self.config)
 

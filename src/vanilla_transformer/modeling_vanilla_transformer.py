@@ -25,16 +25,15 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
-from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .generation_vanilla_transformer import (
-    ENCODER_OUTPUTS_WITHOUT_MASK,
     VanillaTransformerGenerationMixin,
     paper_generation_config,
+    warn_of_missing_mask,
 )
 
 
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     # Never imported here at run time: the line makes the pipeline's file travel wherever this one is copied.
     from .pipeline_vanilla_transformer import VanillaTransformerTranslationPipeline  # noqa: F401
 
-
-logger = logging.get_logger(__name__)
 
 # transformers renamed `past_key_values` to `cache` within version 5; outputs carry whichever name the installed one
 # has.
@@ -198,7 +195,7 @@ class MultiHeadAttention(nn.Module):
             return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
         part = cache.cross_attention_cache if self.is_cross_attention else cache.self_attention_cache
         if self.is_cross_attention and cache.is_updated.get(self.layer_idx):
-            layer = part.layers[self.layer_idx]
+            layer: Any = part.layers[self.layer_idx]
             return layer.keys, layer.values
         key, value = self.split_heads(self.k_proj(states)), self.split_heads(self.v_proj(states))
         key, value = part.update(key, value, self.layer_idx)
@@ -255,7 +252,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.d_model, config.d_ff)
         self.fc2 = nn.Linear(config.d_ff, config.d_model)
-        self.activation = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}[config.activation]
+        self.activation: Any = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}[config.activation]
         self.dropout = config.activation_dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -671,7 +668,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Target tokens not yet cached.
             attention_mask (`torch.Tensor` of shape `(batch, cached_length + target_length)`, *optional*): 1 for kept
-                target tokens, 0 for padding; None keeps all.
+                target tokens, 0 for padding; None keeps all. A boolean one of shape
+                `(batch, 1, target_length, key_length)` is taken as the causal mask itself.
             encoder_hidden_states (`torch.FloatTensor` of shape `(batch, source_length, d_model)`, *optional*): The
                 encoder's output.
             encoder_attention_mask (`torch.Tensor` of shape `(batch, source_length)`, *optional*): 1 for kept source
@@ -699,18 +697,26 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             static_source_length = static_cache_length(cache.cross_attention_cache)
         else:
             static_length, static_source_length = static_cache_length(cache), None
-        kept = kept_tokens(None, attention_mask, None)
+        given_mask, kept = None, None
+        if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
+            given_mask = attention_mask.to(inputs.device)  # generate() makes the causal mask itself for static caches
+        else:
+            kept = kept_tokens(None, attention_mask, None)
 
         # Without padding a token's position is its index; with padding, the number of kept tokens before it.
         index = torch.arange(length, device=inputs.device) + past
-        if kept is None:
-            positions = index.unsqueeze(0)
-        else:
+        if kept is not None:
             positions = positions_of_kept_tokens(kept.to(inputs.device))[:, -length:]
+        elif given_mask is not None:
+            positions = (given_mask[:, 0].sum(dim=-1) - 1).clamp(min=0)
+        else:
+            positions = index.unsqueeze(0)
         x = self.embed(input_ids, inputs_embeds, positions, None if static_length is not None else past + length)
 
-        target_mask: torch.Tensor | None = None
-        if length > 1 or static_length is not None or kept is not None:
+        target_mask: torch.Tensor | None = given_mask
+        if given_mask is not None:
+            target_mask = self.mask_for_layers(given_mask, x, **kwargs)
+        elif length > 1 or static_length is not None or kept is not None:
             # Section 3.2.3: no position attends to a later one.
             key_length = past + length if static_length is None else static_length
             target_mask = (torch.arange(key_length, device=x.device) <= index[:, None])[None, None]
@@ -803,7 +809,7 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
         if attention_mask is None and input_ids is not None:
             attention_mask = kept_tokens(input_ids, None, self.config.pad_token_id)
         if attention_mask is None and encoder_outputs is not None:
-            logger.warning_once(ENCODER_OUTPUTS_WITHOUT_MASK)
+            warn_of_missing_mask()
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs

@@ -5,17 +5,22 @@ the letter, and an evaluation that is a mean over tokens, scores each segment on
 """
 
 import contextlib
+import copy
 import ctypes
+import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
@@ -58,7 +63,7 @@ class VanillaTransformerTrainingArguments(Seq2SeqTrainingArguments):
     Args:
         tokens_per_batch (`int`, *optional*, defaults to 4096): Rows times longest row, padding counted, at most, for
             the source side and for the target side each, for each process and micro-batch (section 5.1 has about
-            25,000 over all). None means `per_device_train_batch_size` sentences.
+            25,000 over all). None means `per_device_train_batch_size` sentences; the two exclude each other.
         learning_rate (`float`, *optional*): Peak of the schedule, reached at `warmup_steps`. None means equation (3):
             (d_model * warmup_steps) ** -0.5.
         lr_scheduler_type (`str`, defaults to "inverse_sqrt"): In `VanillaTransformerTrainer` this is the shape of
@@ -67,6 +72,9 @@ class VanillaTransformerTrainingArguments(Seq2SeqTrainingArguments):
         adam_beta2, adam_epsilon (`float`, default to 0.98 and 1e-9): Section 5.3.
         max_grad_norm (`float`, defaults to 0.0): No clipping; the paper mentions none.
         predict_with_generate (`bool`, defaults to True): BLEU by generation at each evaluation.
+
+    Raises:
+        ValueError: `tokens_per_batch` below 1, or given together with `per_device_train_batch_size`.
 
     Source: Vaswani et al. 2017, sections 5.1 and 5.3.
     """
@@ -91,6 +99,13 @@ class VanillaTransformerTrainingArguments(Seq2SeqTrainingArguments):
     def __post_init__(self):
         if self.tokens_per_batch is not None and self.tokens_per_batch < 1:
             raise ValueError(f"tokens_per_batch must be at least 1, got tokens_per_batch={self.tokens_per_batch}.")
+        rows = self.per_device_train_batch_size
+        defaults = {each.name: each.default for each in fields(self)}
+        if self.tokens_per_batch is not None and rows != defaults["per_device_train_batch_size"]:
+            raise ValueError(
+                f"per_device_train_batch_size={rows} and tokens_per_batch={self.tokens_per_batch} exclude each other: "
+                "a batch is bounded by sentences or by tokens; set tokens_per_batch=None for batches of sentences."
+            )
         if self.bf16 and not torch.accelerator.is_available():
             self.use_cpu = True  # else transformers refuses bfloat16, which processors do have
         super().__post_init__()
@@ -140,7 +155,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         tokens_per_batch (`int`, *optional*): Replaces that of the training arguments.
 
     Raises:
-        ValueError: `label_smoothing_factor` other than 0.
+        ValueError: `label_smoothing_factor` other than 0, or no `learning_rate` with `warmup_steps` below 1.
 
     Source: Vaswani et al. 2017, sections 5.1 to 5.4.
     """
@@ -154,15 +169,16 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                 "label_smoothing in the model's configuration instead (config.label_smoothing, 0.1 by default), which "
                 "smooths in training only."
             )
-        tokenizer = kwargs.get("processing_class")
         if args is not None and args.learning_rate is None:
-            args.learning_rate = learning_rate_at(int(args.warmup_steps), model.config.d_model, int(args.warmup_steps))
-        if not rest and kwargs.get("data_collator") is None and hasattr(model, "config"):
-            kwargs["data_collator"] = TranslationCollator(model.config.pad_token_id)
-        generates = args is not None and args.predict_with_generate and len(rest) < 7
-        if generates and kwargs.get("compute_metrics") is None and tokenizer is not None:
-            kwargs["compute_metrics"] = compute_metrics_for(tokenizer)
+            args = copy.copy(args)  # the caller may use them again, for a model of another width
         super().__init__(model, args, *rest, **kwargs)
+        if self.args.learning_rate is None:
+            self.args.learning_rate = self._peak_of_the_paper()
+        has_collator = kwargs.get("data_collator") is not None or (len(rest) > 0 and rest[0] is not None)
+        if not has_collator and hasattr(self.model, "config"):
+            self.data_collator = TranslationCollator(self.model.config.pad_token_id)
+        if self.compute_metrics is None and self.args.predict_with_generate and self.processing_class is not None:
+            self.compute_metrics = compute_metrics_for(self.processing_class)
         self.tokens_per_batch = tokens_per_batch
         if tokens_per_batch is None:
             self.tokens_per_batch = getattr(self.args, "tokens_per_batch", None)
@@ -170,6 +186,16 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         self._target_tokens_since = time.perf_counter()
 
     # Learning rate (section 5.3)
+
+    def _peak_of_the_paper(self) -> float:
+        """(d_model * warmup_steps) ** -0.5: equation (3) at the end of the warm-up."""
+        warmup_steps = self.args.warmup_steps
+        if warmup_steps < 1:
+            raise ValueError(
+                "learning_rate=None means (d_model * warmup_steps) ** -0.5 and needs warmup_steps of at least 1, got "
+                f"warmup_steps={warmup_steps}; give learning_rate, the peak, or warmup_steps."
+            )
+        return learning_rate_at(int(warmup_steps), self.model.config.d_model, int(warmup_steps))
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The schedule of equation (3) for "inverse_sqrt"; else the stock one."""
@@ -193,9 +219,14 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             return super().get_train_dataloader()
         if self.train_dataset is None:
             raise ValueError("training requires a train_dataset, got None.")
+        if not hasattr(self.train_dataset, "__len__"):
+            raise ValueError(
+                "tokens_per_batch needs a train_dataset whose sentences can be measured beforehand, got a "
+                f"{type(self.train_dataset).__name__}; set tokens_per_batch=None for batches of sentences."
+            )
         batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
         sampler = TokenBatchSampler(
-            *token_lengths(self.train_dataset),
+            *lengths_of(self.train_dataset),
             self.tokens_per_batch,
             multiple_of=batches_per_update,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
@@ -206,19 +237,23 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         loader = DataLoader(
             self.train_dataset,
             batch_sampler=sampler,
-            collate_fn=self.data_collator,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, "training"),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             persistent_workers=self.args.dataloader_persistent_workers,
         )
         return self.accelerator.prepare(loader)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains; see `Trainer.train`."""
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains; see `Trainer.train`. `resume_from_checkpoint=True` means the last whole one of `output_dir`."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"there is no whole checkpoint to resume from in {self.args.output_dir}.")
         if self.args.device.type == "cpu":
             keep_freed_memory()
         self._target_tokens_since = time.perf_counter()
-        return super().train(*args, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one update; counts their target tokens for the log."""
@@ -252,14 +287,16 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation requires an eval_dataset, got None.")
-        return self._segments_once(dataset)
+        return self._segments_once(dataset) if hasattr(dataset, "__len__") else super().get_eval_dataloader(dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As `get_eval_dataloader`."""
+        if not hasattr(test_dataset, "__len__"):
+            return super().get_test_dataloader(test_dataset)
         return self._segments_once(test_dataset)
 
     def _segments_once(self, dataset: Any) -> DataLoader:
-        lengths = list(zip(*(side.tolist() for side in token_lengths(dataset)), strict=True))
+        lengths = list(zip(*(side.tolist() for side in lengths_of(dataset)), strict=True))
         if self.tokens_per_batch is not None:
             batches = list(length_batches(lengths, self.tokens_per_batch))
         else:
@@ -267,7 +304,12 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             rows = self.args.per_device_eval_batch_size
             batches = [order[start : start + rows] for start in range(0, len(order), rows)]
         mine = FixedBatches(batches[self.accelerator.process_index :: self.accelerator.num_processes])
-        return DataLoader(dataset, batch_sampler=cast(Any, mine), collate_fn=self.data_collator)
+        return DataLoader(
+            dataset,
+            batch_sampler=cast(Any, mine),
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, "evaluation"),
+            generator=torch.Generator(),  # else each evaluation would draw from the random numbers of the dropout
+        )
 
     def evaluation_loop(
         self,
@@ -281,7 +323,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
 
         Returns:
             `EvalLoopOutput`. `predictions` are generated ids, shape `(segments, longest)`, padded with -100, in the
-            dataset's order (with `predict_with_generate`, else None); `label_ids` likewise.
+            dataset's order (without `predict_with_generate` logits, shape `(segments, longest, vocab_size)`; None
+            where only the loss is asked for); `label_ids` likewise.
         """
         if not isinstance(dataloader.batch_sampler, FixedBatches):
             return super().evaluation_loop(
@@ -308,6 +351,11 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                     tokens = int(labels.ne(-100).sum())
                     total_loss += float(outputs["loss"]) * tokens
                     total_tokens += tokens
+                    if not generates and not loss_only:
+                        logits = outputs["logits"]
+                        if self.preprocess_logits_for_metrics is not None:
+                            logits = self.preprocess_logits_for_metrics(logits, labels)
+                        predictions = list(logits.float().cpu().numpy())
                 if generates:
                     predictions = self._generate(model, inputs).tolist()
             label_rows = [None] * len(indices) if labels is None else labels.tolist()
@@ -321,7 +369,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                 sum(parts) for parts in zip(*gather_object([(total_loss, total_tokens)]), strict=True)
             )
         segments.sort(key=lambda segment: segment[0])
-        predictions_array = pad_rows([row for _, row, _ in segments]) if generates else None
+        predictions_array = pad_rows([row for _, row, _ in segments])
         labels_array = pad_rows([row for _, _, row in segments])
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions_array is not None and labels_array is not None:
@@ -352,14 +400,48 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             return model.generate(**sources, **settings)
 
 
+def lengths_of(dataset: Any) -> list[np.ndarray]:
+    """Tokens of each row, one array of shape `(rows,)` for `input_ids` and, where there are any, one for `labels`."""
+    sides = ("input_ids", "labels")
+    if isinstance(dataset, Dataset) and set(sides) <= set(dataset.column_names):
+        return list(token_lengths(dataset))
+    rows = [[len(row[side]) for side in sides if side in row] for row in (dataset[i] for i in range(len(dataset)))]
+    return list(np.asarray(rows, dtype=np.int64).T)
+
+
 def pad_rows(rows: list[Any], padding: int = -100) -> np.ndarray | None:
-    """Id lists as one array, shape `(rows, longest)`, filled up with `padding`; None where a row is None."""
+    """Rows of unlike length as one array, shape `(rows, longest, ...)`, filled up with `padding`.
+
+    None where a row is None.
+    """
     if not rows or any(row is None for row in rows):
         return None
-    padded = np.full((len(rows), max(len(row) for row in rows)), padding, dtype=np.int64)
-    for index, row in enumerate(rows):
+    arrays = [np.asarray(row) for row in rows]
+    padded = np.full((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), padding, dtype=arrays[0].dtype)
+    for index, row in enumerate(arrays):
         padded[index, : len(row)] = row
     return padded
+
+
+def last_whole_checkpoint(folder: str | os.PathLike) -> str | None:
+    """The last checkpoint of a run that was written to its end; None where there is none.
+
+    Trainer writes a checkpoint's `trainer_state.json` last, so a run that was killed while it saved leaves a folder
+    without it, or with half of it.
+
+    Args:
+        folder: The run's `output_dir`; it need not exist.
+    """
+    checkpoints = [
+        (int(path.name.removeprefix("checkpoint-")), path)
+        for path in Path(folder).glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdecimal()
+    ]
+    for _, path in sorted(checkpoints, reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+            return str(path)
+    return None
 
 
 def keep_freed_memory() -> None:
@@ -387,6 +469,7 @@ __all__ = [
     "VanillaTransformerTrainer",
     "VanillaTransformerTrainingArguments",
     "keep_freed_memory",
+    "last_whole_checkpoint",
     "learning_rate_at",
     "perplexity_of",
 ]

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, TextIO
 
 import torch
+from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import (
@@ -228,7 +229,7 @@ class _Decoder:
             hypotheses = self.with_scores(texts, token_ids, outputs)
         else:
             hypotheses = [Hypothesis(on_one_line(text), None, ids) for text, ids in zip(texts, token_ids, strict=True)]
-        per_line = len(hypotheses) // len(rows)
+        per_line = self.num_sequences
         return [hypotheses[start : start + per_line] for start in range(0, len(hypotheses), per_line)]
 
     def generated(self, ids: list[int]) -> list[int]:
@@ -393,19 +394,22 @@ def load_translator(
     if os.path.isdir(name):
         _require_model_folder(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(name, **options)
-    if not config.is_encoder_decoder:
-        raise ValueError(
-            f"{name} holds a model of type {config.model_type!r}, which is no encoder-decoder and so cannot translate "
-            "here; pass a sequence-to-sequence model."
-        )
-    tokenizer = AutoTokenizer.from_pretrained(name, **options)
     try:
+        config = AutoConfig.from_pretrained(name, **options)
+        if not config.is_encoder_decoder:
+            raise ValueError(
+                f"{name} holds a model of type {config.model_type!r}, which is no encoder-decoder and so cannot "
+                "translate here; pass a sequence-to-sequence model."
+            )
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
         model, report = AutoModelForSeq2SeqLM.from_pretrained(
             name, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, **options
         )
-    except RuntimeError as error:  # weights of other shapes than the configuration's
-        raise ValueError(f"the weights in {name} do not fit its config.json: {error}") from error
+    except (SafetensorError, RuntimeError) as error:  # broken weights, or of other shapes than the configuration's
+        raise ValueError(f"the weights in {name} cannot be used: {error}") from error
+    except OSError as error:
+        where = "" if os.path.isdir(name) else " (no folder of that name here, so it was looked for on the Hub)"
+        raise OSError(f"cannot open the model {name}{where}: {error}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ValueError(

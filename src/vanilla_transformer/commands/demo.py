@@ -104,8 +104,8 @@ def main(argv: list[str]) -> int:
     print(readable(results))
     print(five_translations(corpus.test, translations))
     print(
-        f"\nSaved in {arguments.output_dir}: the model, results.json, and attention.png (which source tokens each target "
-        "token looked at). In Python:\n\n"
+        f"\nSaved in {arguments.output_dir}: the model, results.json, and attention.png (which source tokens each "
+        "target token looked at). In Python:\n\n"
         "    import vanilla_transformer\n"
         "    from transformers import pipeline\n\n"
         f'    translate = pipeline("translation", model={arguments.output_dir!r})\n'

@@ -11,19 +11,24 @@ from typing import Any
 import yaml
 from datasets import Dataset
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
 from vanilla_transformer.data import load_pairs, tokenize_pairs
 from vanilla_transformer.tokenization import train_tokenizer
-from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
+from vanilla_transformer.training import (
+    VanillaTransformerTrainer,
+    VanillaTransformerTrainingArguments,
+    last_whole_checkpoint,
+)
 from vanilla_transformer.translation import load_translator
 
 
 logger = logging.get_logger(__name__)
 
 PAPER_UPDATES = 100_000  # section 5.2: the base model
+FILES = ("train_source", "train_target", "validation_source", "validation_target")
+METRICS = ("loss", "bleu", "chrf", "generated_length")
 
 
 @dataclass
@@ -128,8 +133,9 @@ def main(argv: list[str]) -> int:
     trainer.save_metrics("train", metrics)
     trainer.save_state()
     if validation_set is not None:
-        metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
+        scores = trainer.evaluate()
+        trainer.save_metrics("eval", scores)
+        metrics = {**metrics, **scores}
     trainer.save_model()
     if trainer.is_world_process_zero():
         summary = {
@@ -146,61 +152,136 @@ def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingAr
         ValueError: See `main`.
     """
     parser = TrainParser()
-    given = {flag.split("=", 1)[0].lstrip("-").replace("-", "_") for flag in argv if flag.startswith("--")}
-    first, _ = parser.parse_known_args(argv)
-    recipe = read_recipe(first.recipe) if first.recipe else {}
-    known = {action.dest for action in parser._actions}
+    known = set(vars(parser.parse_args([])))
+    parser.parse_args(argv)  # --help, and what is wrong with a flag by itself
+    given = given_settings(argv, known)
+    recipe = read_recipe(given["recipe"]) if given.get("recipe") else {}
     if unknown := sorted(set(recipe) - known):
         raise ValueError(
-            f"recipe {first.recipe}: unknown settings {', '.join(unknown)}; see vanilla-transformer train --help."
+            f"recipe {given['recipe']}: unknown settings {', '.join(unknown)}; see vanilla-transformer train --help."
         )
-    file_flags = {"train_source", "train_target", "validation_source", "validation_target"}
-    if file_flags & given:  # local files take the place of the recipe's dataset
-        recipe = {
-            name: value
-            for name, value in recipe.items()
-            if name not in {"dataset", "dataset_config", "train_split", "validation_split"} | file_flags
-        }
-    chosen = given | set(recipe)
-    has_validation = bool({"validation_source", "validation_split"} & chosen)
+    try:
+        parser.parse_args(as_flags(recipe))
+    except ValueError as error:
+        raise ValueError(f"recipe {given['recipe']}: {error}") from None
+    defaults = settle(given, recipe)
+    chosen = {**recipe, **given}
+    if not chosen.get("output_dir"):
+        raise ValueError("--output_dir is missing: the folder for checkpoints and the trained model.")
+    resume = chosen.get("resume_from_checkpoint")
+    if str(resume).lower() in ("false", "0", "no", "none"):
+        resume = None
+    check_output_folder(str(chosen["output_dir"]), bool(resume))
+    parser.set_defaults(**defaults, **{name: None for name, value in recipe.items() if value is None})
+    # What comes later on a command line counts, so a recipe is what stands before it.
+    arguments, training_arguments = parser.parse_args_into_dataclasses(
+        [*as_flags(recipe), *argv], look_for_args_file=False
+    )
+    check_arguments(arguments)
+    training_arguments.resume_from_checkpoint = resume
+    if str(resume).lower() in ("true", "1", "yes"):
+        training_arguments.resume_from_checkpoint = last_whole_checkpoint(training_arguments.output_dir)
+        if training_arguments.resume_from_checkpoint is None:
+            raise ValueError(
+                f"--resume_from_checkpoint: {training_arguments.output_dir} holds no whole checkpoint; leave it out."
+            )
+    elif resume and not (Path(resume) / "trainer_state.json").is_file():
+        raise FileNotFoundError(f"--resume_from_checkpoint: {resume} is no whole checkpoint; true means the last one.")
+    return arguments, training_arguments
+
+
+def given_settings(argv: list[str], known: set[str]) -> dict[str, Any]:
+    """The settings that stand on the command line, without any defaults."""
+    unset = object()
+    parser = TrainParser()
+    parser.set_defaults(**dict.fromkeys(known, unset))
+    return {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not unset}
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    """Settings as a command line; those that are None are left out, for no flag says None."""
+    flags = []
+    for name, value in settings.items():
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
+    return flags
+
+
+def settle(given: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of the recipe what the command line replaces, and returns the command's defaults for the rest.
+
+    Args:
+        given: Settings of the command line.
+        recipe: Settings of the recipe; changed in place.
+
+    Raises:
+        ValueError: Settings that exclude each other.
+    """
+
+    def leave_out(*names: str) -> None:
+        for name in names:
+            recipe.pop(name, None)
+
+    train_files, validation_files = FILES[:2], FILES[2:]
+    if not set(train_files).isdisjoint(given):  # local files take the place of the recipe's dataset
+        leave_out("dataset", "dataset_config", "train_split", "validation_split", *FILES)
+    elif not set(validation_files).isdisjoint(given):
+        leave_out("validation_split", *validation_files)
+    if "dataset" in given:
+        leave_out("dataset_config", *FILES)
+    if given.get("model") or given.get("tokenizer"):
+        which = "--model" if given.get("model") else "--tokenizer"
+        fixed = ("preset", "config_overrides", "vocab_size") if given.get("model") else ("vocab_size",)
+        if clash := [f"--{name}" for name in fixed if name in given]:
+            raise ValueError(f"{which} brings its own; leave {' and '.join(clash)} out.")
+        leave_out(*fixed)
+
+    chosen = {**recipe, **given}
     defaults: dict[str, Any] = {}
-    if not {"max_steps", "num_train_epochs"} & chosen:
+    if not {"max_steps", "num_train_epochs"} & set(chosen):
         defaults["max_steps"] = PAPER_UPDATES
-    if has_validation and not {"eval_strategy", "save_strategy", "load_best_model_at_end"} & chosen:
-        defaults.update(eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, save_total_limit=2)
-    if not has_validation:
-        # Nothing to choose the best model by.
-        recipe = {
-            name: value for name, value in recipe.items() if name not in ("eval_strategy", "load_best_model_at_end")
-        }
-        if recipe.get("metric_for_best_model"):
-            recipe.pop("metric_for_best_model")
-    elif "metric_for_best_model" not in chosen:
-        defaults.update(metric_for_best_model="bleu", greater_is_better=True)
     if "report_to" not in chosen:
         defaults["report_to"] = "tensorboard"
-    if "per_device_train_batch_size" in given:
-        if "tokens_per_batch" in given:
-            raise ValueError(
-                "--tokens_per_batch and --per_device_train_batch_size exclude each other; give one of them: a batch is "
-                "bounded by tokens or by sentences."
+
+    if chosen.get("validation_split") and not chosen.get("dataset"):
+        raise ValueError(
+            "--validation_split belongs to --dataset; files are --validation_source and --validation_target."
+        )
+    if chosen.get("validation_source") or chosen.get("validation_split"):
+        scores = METRICS if chosen.get("predict_with_generate", True) else METRICS[:1]
+        if not {"eval_strategy", "save_strategy", "load_best_model_at_end"} & set(chosen):
+            defaults.update(
+                eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, save_total_limit=2
             )
-        recipe.pop("tokens_per_batch", None)
-        defaults["tokens_per_batch"] = None
-    parser.set_defaults(**{**defaults, **recipe})
-    if "output_dir" not in chosen:
-        raise ValueError("--output_dir is missing: the folder for checkpoints and the trained model.")
-    check_output_folder(str(first.output_dir), bool(first.resume_from_checkpoint))
-    arguments, training_arguments = parser.parse_args_into_dataclasses(argv)
-    check_arguments(arguments)
-    if str(training_arguments.resume_from_checkpoint).lower() in ("true", "1", "yes"):
-        last = get_last_checkpoint(training_arguments.output_dir)
-        if last is None:
+        if "metric_for_best_model" not in chosen:
+            best = "bleu" if "bleu" in scores else "loss"
+            defaults.update(metric_for_best_model=best, greater_is_better=best != "loss")
+        elif str(chosen["metric_for_best_model"]).removeprefix("eval_") not in scores:
             raise ValueError(
-                f"--resume_from_checkpoint: {training_arguments.output_dir} holds no checkpoint; leave it out."
+                f"--metric_for_best_model {chosen['metric_for_best_model']}: expected one of {', '.join(scores)}."
             )
-        training_arguments.resume_from_checkpoint = last
-    return arguments, training_arguments
+    else:  # nothing to choose the best model by
+        if given.get("eval_strategy", "no") != "no" or given.get("load_best_model_at_end"):
+            raise ValueError(
+                "--eval_strategy and --load_best_model_at_end need --validation_source and --validation_target, or "
+                "--validation_split."
+            )
+        leave_out("eval_strategy", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+
+    rows, tokens = "per_device_train_batch_size", "tokens_per_batch"
+    for settings in (given, recipe):
+        if settings.get(rows) is not None and settings.get(tokens) is not None:
+            raise ValueError(
+                f"--{tokens} and --{rows} exclude each other; give one of them: a batch is bounded by tokens or by "
+                "sentences."
+            )
+    if rows in given or (rows in recipe and tokens not in given):
+        leave_out(tokens)
+        defaults[tokens] = None
+    else:
+        leave_out(rows)
+    return defaults
 
 
 def read_recipe(name: str) -> dict[str, Any]:
@@ -235,7 +316,8 @@ def check_output_folder(output_dir: str, resumes: bool) -> None:
         raise NotADirectoryError(f"--output_dir {output_dir}: {existing} is a file, not a folder.")
     if not os.access(existing, os.W_OK):
         raise PermissionError(f"--output_dir {output_dir}: no permission to write into {existing}.")
-    if path.is_dir() and not resumes and (get_last_checkpoint(str(path)) or (path / "model.safetensors").exists()):
+    marks = ("config.json", "*.safetensors", "*.safetensors.index.json", "checkpoint-*")
+    if not resumes and any(next(path.glob(mark), None) for mark in marks):
         raise ValueError(
             f"--output_dir {output_dir} holds a trained model already; give another folder, or continue it with "
             "--resume_from_checkpoint true."
@@ -254,7 +336,7 @@ def check_arguments(arguments: TrainArguments) -> None:
         raise ValueError("give either --dataset or --train_source and --train_target, not both.")
     if bool(arguments.validation_source) != bool(arguments.validation_target):
         raise ValueError("--validation_source and --validation_target belong together; one of them is missing.")
-    for name in ("train_source", "train_target", "validation_source", "validation_target"):
+    for name in FILES:
         for path in getattr(arguments, name) or []:
             if not Path(path).exists():
                 raise FileNotFoundError(f"--{name}: there is no file {path}.")
@@ -329,11 +411,12 @@ def shared_tokenizer(
     arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, pairs: Dataset
 ) -> PreTrainedTokenizerBase:
     """Trains the joint vocabulary once, on the first process, and opens it on all."""
+    resumed = Path(training_arguments.resume_from_checkpoint or "")
+    if training_arguments.resume_from_checkpoint and (resumed / "tokenizer.json").exists():
+        return AutoTokenizer.from_pretrained(resumed)
     folder = Path(training_arguments.output_dir)
     with training_arguments.main_process_first(desc="training the tokenizer"):
-        if training_arguments.process_index == 0 and not (
-            training_arguments.resume_from_checkpoint and (folder / "tokenizer.json").exists()
-        ):
+        if training_arguments.process_index == 0:
             texts = (
                 text for batch in pairs.iter(1000) for side in ("source", "target") for text in batch[side] if text
             )

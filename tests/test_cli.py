@@ -1,0 +1,471 @@
+"""The console command: quick help, one line for a mistake, results on stdout alone, files written whole."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import vanilla_transformer_cli as cli
+from conftest import TINY_CORPUS
+from translators import CopyModel, varied_model
+from vanilla_transformer.commands import evaluate, translate
+from vanilla_transformer.evaluation import corpus_scores, perplexity
+from vanilla_transformer.tokenization import train_tokenizer
+from vanilla_transformer.translation import translate_lines
+
+
+SOURCES = ["The red train", "A dog", "", "We bought thr", "12"]
+TARGETS = ["Der rote Zug", "Ein Hund", "", "Wir haben drei", "12"]
+CLI_FILE = Path(cli.__file__)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_tokenizer, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("cli_model")
+    varied_model(tiny_tokenizer).save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path) -> str:
+    path = tmp_path / "source.txt"
+    path.write_text("\n".join(SOURCES) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """Puts a model that copies in the place of the one that would be loaded."""
+    tokenizer = train_tokenizer(["a b c"], 259, model_max_length=1024)
+    model = CopyModel(tokenizer)
+    for command in (translate, evaluate):
+        monkeypatch.setattr(command, "load_translator", lambda *_, **__: (model, tokenizer))
+    return model
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command in this process."""
+    try:
+        code = cli.main(list(argv))
+    except SystemExit as exit:
+        code = exit.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def start(*argv: str, **options) -> subprocess.Popen:
+    """The command in a process of its own."""
+    paths = [str(CLI_FILE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, CLI_FILE, *argv], env=environment, **{**pipes, **options})
+
+
+# --- What needs no torch -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, code, stream, text",
+    [
+        (["--help"], 0, "stdout", "translate  translate a file"),
+        (["--version"], 0, "stdout", "vanilla-transformer "),
+        ([], 2, "stderr", "usage: vanilla-transformer VERB"),
+        (["transalte"], 2, "stderr", "vanilla-transformer: error: unknown verb 'transalte'"),
+        (["translate", "--help"], 0, "stdout", "--n_best K"),
+        (["evaluate", "--help"], 0, "stdout", "--reference F [F ...]"),
+        (
+            ["translate"],
+            2,
+            "stderr",
+            "vanilla-transformer translate: error: the following arguments are required: --model",
+        ),
+        (["translate", "--model", "/no/such/folder"], 2, "stderr", "--model: no such folder: '/no/such/folder'"),
+        (["translate", "--model", "a/b", "--input", "/no/such"], 2, "stderr", "--input: no such file: /no/such"),
+        (["translate", "--model", "a/b", "--num_beams", "0"], 2, "stderr", "whole number of at least 1, got '0'"),
+        (["translate", "--model", "a/b", "--beams", "4"], 2, "stderr", "unrecognized arguments: --beams 4"),
+    ],
+)
+def test_help_and_wrong_arguments_answer_without_torch(capsys, argv, code, stream, text):
+    """In a process of its own, in which torch and transformers cannot be imported at all."""
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        f"sys.path.insert(0, {str(CLI_FILE.parent)!r})\n"
+        "import vanilla_transformer_cli; sys.exit(vanilla_transformer_cli.main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert text in getattr(done, stream)
+    other = done.stderr if stream == "stdout" else done.stdout
+    assert other == ""
+    if code == 2 and argv:
+        assert done.stderr.count("\n") == 1
+
+
+def test_help_answers_within_a_second():
+    quickest = min(_seconds_of_help() for _ in range(3))
+    assert quickest < 1
+
+
+def _seconds_of_help() -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, CLI_FILE, "translate", "--help"], capture_output=True, check=True)
+    return time.perf_counter() - began
+
+
+def test_every_verb_is_named_in_the_help(capsys):
+    _, out, _ = run(capsys, "--help")
+    for verb, line in cli.VERBS.items():
+        assert f"{verb} " in out
+        assert line in out
+
+
+# --- translate -----------------------------------------------------------------------------------------------------
+
+
+def test_translate_writes_line_i_for_line_i_and_nothing_else(capsys, folder, tiny_tokenizer, source, tmp_path):
+    expected = [best.text for (best,) in translate_lines(varied_model(tiny_tokenizer), tiny_tokenizer, SOURCES)]
+    assert len(set(expected)) >= 4
+    code, out, err = run(capsys, "translate", "--model", folder, "--input", source)
+    assert (code, out, err) == (0, "".join(line + "\n" for line in expected), "")
+
+    zipped, output = tmp_path / "source.txt.gz", tmp_path / "out.txt"
+    zipped.write_bytes(gzip.compress(Path(source).read_bytes()))
+    code, out, err = run(
+        capsys, "translate", "--model", folder, "--input", str(zipped), "--output", str(output), "--window", "2"
+    )
+    assert (code, out, err) == (0, "", "")
+    assert output.read_text() == "".join(line + "\n" for line in expected)
+
+
+def test_translate_reads_standard_input(capsys, monkeypatch, copying):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffone\r\n\ntwo\u2028x".encode())))
+    assert run(capsys, "translate", "--model", "a/b") == (0, "one\n\ntwo\u2028x\n", "")
+
+
+def test_translate_keeps_odd_lines_in_step(capsys, copying, tmp_path):
+    """As many line ends out as in, each line where it was: blank, over-long, NUL, control and unknown signs."""
+    lines = [f"line {number}" for number in range(200)]
+    lines[3], lines[7], lines[8], lines[50] = "", "a\x00b", "\u2603\x85\x0c\x1c", " \t"
+    lines[90] = "z" * 200_000
+    lines[-2:] = ["", ""]
+    path, output = tmp_path / "in.txt", tmp_path / "out.txt"
+    path.write_bytes("".join(line + "\n" for line in lines).encode())
+    code, _, err = run(capsys, "translate", "--model", "a/b", "--input", str(path), "--output", str(output))
+    assert code == 0
+    got = output.read_bytes().decode().split("\n")
+    assert output.read_bytes().count(b"\n") == path.read_bytes().count(b"\n") == 200
+    lines[50] = ""
+    assert [(number, line) for number, line in enumerate(got[:200]) if line != lines[number]] == [(90, "z" * 1023)]
+    assert err.count("\n") == 1
+    assert f"{path}, line 91: cut from 200001 to 1024 tokens" in err
+
+
+def test_a_last_line_without_an_end_counts(capsys, copying, tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"one\ntwo")
+    assert run(capsys, "translate", "--model", "a/b", "--input", str(path))[1] == "one\ntwo\n"
+    path.write_bytes(b"")
+    assert run(capsys, "translate", "--model", "a/b", "--input", str(path))[:2] == (0, "")
+
+
+def test_n_best_and_scores_are_columns(capsys, folder, tiny_tokenizer, source):
+    settings = {"num_beams": 3, "num_return_sequences": 2}
+    model = varied_model(tiny_tokenizer)
+    expected = list(translate_lines(model, tiny_tokenizer, SOURCES, scores=True, **settings))
+    expected[2] *= 2  # a blank line has its one translation twice
+    flags = ["--model", folder, "--input", source, "--num_beams", "3", "--n_best", "2"]
+
+    code, out, _ = run(capsys, "translate", *flags)
+    assert code == 0
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert rows == [[str(number), h.text] for number, best in enumerate(expected, 1) for h in best]
+
+    code, out, _ = run(capsys, "translate", *flags, "--scores")
+    assert code == 0
+    rows = [line.split("\t") for line in out.splitlines()]
+    flat = [(number, h) for number, best in enumerate(expected, 1) for h in best]
+    assert len(rows) == len(flat) == 10
+    for (line, score, log_prob, length, text), (number, hypothesis) in zip(rows, flat, strict=True):
+        assert (line, length, text) == (str(number), str(len(hypothesis.token_ids)), hypothesis.text)
+        assert float(score) == pytest.approx(hypothesis.score, abs=1e-5)
+        assert float(log_prob) == pytest.approx(hypothesis.log_prob, abs=1e-5)
+
+
+def test_what_decoding_is_told_arrives(capsys, folder, tiny_tokenizer, source):
+    settings = {"num_beams": 2, "length_penalty": 3.0, "max_new_tokens": 4}
+    lines = [
+        best.text for (best,) in translate_lines(varied_model(tiny_tokenizer), tiny_tokenizer, SOURCES, **settings)
+    ]
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    code, out, _ = run(capsys, "translate", "--model", folder, "--input", source, *flags)
+    assert (code, out.split("\n")) == (0, [*lines, ""])
+
+
+# --- evaluate ------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_scores_what_translate_writes(capsys, folder, tiny_tokenizer, source, tmp_path):
+    references = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    others = [line.lower() for line in TARGETS]
+    for path, lines in zip(references, (TARGETS, others), strict=True):
+        path.write_text("".join(line + "\n" for line in lines))
+    results_path, hypotheses_path = tmp_path / "results.json", tmp_path / "hypotheses.txt"
+    code, out, err = run(
+        capsys,
+        *("evaluate", "--model", folder, "--source", source, "--reference", *map(str, references)),
+        *("--json", str(results_path), "--hypothesis_output", str(hypotheses_path), "--num_beams", "2"),
+    )
+    assert (code, err) == (0, "")
+    _, translated, _ = run(capsys, "translate", "--model", folder, "--input", source, "--num_beams", "2")
+    assert hypotheses_path.read_text() == translated
+    hypotheses = translated.split("\n")[:-1]
+    assert hypotheses[2] == ""
+
+    results = json.loads(results_path.read_text())
+    scores = corpus_scores(hypotheses, [TARGETS, others])
+    assert {name: results[name] for name in scores} == scores
+    model = varied_model(tiny_tokenizer)
+    assert results["perplexity"] == pytest.approx(perplexity(model, tiny_tokenizer, SOURCES, TARGETS))
+    assert (results["segments"], results["num_beams"]) == (5, 2)
+    assert results["references"] == list(map(str, references))
+    for expected in (
+        f"{scores['bleu']['score']:.2f}",
+        scores["bleu"]["signature"],
+        scores["chrf"]["signature"],
+        "nrefs:2",
+    ):
+        assert expected in out
+
+
+def test_evaluate_json_to_standard_output_is_json_alone(capsys, folder, source, tmp_path):
+    reference = tmp_path / "reference.txt"
+    reference.write_text("\n".join(TARGETS))
+    code, out, _ = run(
+        capsys,
+        "evaluate",
+        "--model",
+        folder,
+        "--source",
+        source,
+        "--reference",
+        str(reference),
+        "--json",
+        "-",
+        "--num_beams",
+        "1",
+    )
+    assert code == 0
+    assert json.loads(out)["segments"] == 5
+
+
+@pytest.mark.parametrize("extra", [1, -1])
+def test_evaluate_refuses_unequal_files_with_both_numbers(capsys, source, tmp_path, extra):
+    reference, results = tmp_path / "reference.txt", tmp_path / "results.json"
+    reference.write_text("x\n" * (5 + extra))
+    results.write_text("good")
+    code, out, err = run(
+        capsys,
+        *("evaluate", "--model", "a/b", "--source", source, "--reference", str(reference), "--json", str(results)),
+    )
+    assert (code, out) == (2, "")
+    assert f"{source} has 5 lines and {reference} has {5 + extra}" in err
+    assert results.read_text() == "good"
+
+
+# --- Mistakes ------------------------------------------------------------------------------------------------------
+
+
+def a_model_without_weights(folder: str, tmp_path: Path) -> str:
+    path = tmp_path / "model"
+    path.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((Path(folder) / name).read_bytes())
+    return str(path)
+
+
+def spoilt(name: str, content: bytes):
+    """A folder whose file `name` is spoilt."""
+
+    def make(folder: str, tmp_path: Path) -> str:
+        path = Path(a_model_without_weights(folder, tmp_path))
+        (path / "model.safetensors").write_bytes((Path(folder) / "model.safetensors").read_bytes())
+        (path / name).write_bytes(content)
+        return str(path)
+
+    return make
+
+
+def pickled_weights_only(folder: str, tmp_path: Path) -> str:
+    path = a_model_without_weights(folder, tmp_path)
+    (Path(path) / "pytorch_model.bin").write_bytes(b"pickle")
+    return path
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda folder, tmp_path: str(tmp_path), "no config.json in the folder"),
+        (a_model_without_weights, "no safetensors in the folder"),
+        (pickled_weights_only, "only pytorch_model.bin, which would have to be unpickled"),
+        (spoilt("model.safetensors", b"garbage garbage"), "cannot be used: "),
+        (spoilt("config.json", b"{"), "config.json"),
+        (
+            spoilt("config.json", b'{"model_type": "vanilla_transformer", "d_model": 512, "num_heads": 7}'),
+            "num_heads=7",
+        ),
+        (spoilt("config.json", b'{"model_type": "vanilla_transformer", "d_model": "wide"}'), "d_model"),
+        (spoilt("config.json", b'{"model_type": "no_such_type"}'), "no_such_type"),
+        (lambda folder, tmp_path: "no_user/no_model", "no_user/no_model"),
+    ],
+)
+def test_a_bad_model_is_one_line_and_the_output_stays(capsys, folder, source, tmp_path, make, message):
+    output = tmp_path / "out.txt"
+    output.write_text("good")
+    model = make(folder, tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    code, out, err = run(capsys, "translate", "--model", model, "--input", source, "--output", str(output))
+    own = [line for line in err.splitlines() if line.startswith("vanilla-transformer")]
+    assert (code, out) == (2, "")
+    assert len(own) == 1
+    assert own[0].startswith("vanilla-transformer translate: error: ")
+    assert message in own[0]
+    assert "Traceback" not in err
+    assert output.read_text() == "good"
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--n_best", "9"], "--n_best 9 needs as many beams, but there are 4; add --num_beams 9"),
+        (["--device", "cuda:77"], "device 'cuda:77' cannot be used here"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(capsys, folder, source, flags, message):
+    code, out, err = run(capsys, "translate", "--model", folder, "--input", source, *flags)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize("output", ["{}", "{}/file/out.txt", "{}/nowhere/out.txt"])
+def test_an_output_that_cannot_be_written_is_one_line(capsys, tmp_path, source, output):
+    (tmp_path / "file").write_text("")
+    output = output.format(tmp_path)
+    code, out, err = run(capsys, "translate", "--model", "a/b", "--input", source, "--output", output)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "vanilla-transformer translate: error: argument --output: " in err
+    assert output in err
+
+
+def test_broken_utf8_is_named_by_line_and_leaves_no_half_output(capsys, copying, tmp_path):
+    path, output = tmp_path / "latin1.txt", tmp_path / "out.txt"
+    path.write_bytes(b"good\nna\xefve\n")
+    output.write_text("good")
+    code, out, err = run(
+        capsys, "translate", "--model", "a/b", "--input", str(path), "--output", str(output), "--window", "1"
+    )
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{path}, line 2: expected UTF-8" in err
+    assert output.read_text() == "good"
+    assert sorted(os.listdir(tmp_path)) == ["latin1.txt", "out.txt"]
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (ValueError("two\nlines   here"), "two lines here"),
+        (FileNotFoundError(2, "No such file or directory", "x.txt"), "No such file or directory: x.txt"),
+        (PermissionError(13, "Permission denied", "x.txt"), "Permission denied: x.txt"),
+        (ImportError('num2words is missing: pip install "vanilla-transformer[demo]"'), "vanilla-transformer[demo]"),
+        (ValueError("word " * 1000), "word word ..."),
+    ],
+)
+def test_an_error_of_the_user_is_one_line(capsys, monkeypatch, source, error, message):
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr(translate, "main", fail)
+    code, out, err = run(capsys, "translate", "--model", "a/b", "--input", source)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("vanilla-transformer translate: error: ")
+    assert message in err
+    assert len(err) < 1000
+    monkeypatch.setenv(cli.TRACEBACK_VARIABLE, "1")
+    with pytest.raises(type(error)):
+        cli.main(["translate", "--model", "a/b", "--input", source])
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("bug"), AssertionError()])
+def test_a_fault_of_the_program_shows_its_traceback(monkeypatch, source, error):
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr(translate, "main", fail)
+    with pytest.raises(type(error)):
+        cli.main(["translate", "--model", "a/b", "--input", source])
+
+
+def test_a_type_error_is_the_users_only_where_the_package_raised_it(capsys, monkeypatch, source):
+    monkeypatch.setattr(translate, "main", lambda argv: translate_lines(None, None, "one string"))
+    code, _, err = run(capsys, "translate", "--model", "a/b", "--input", source)
+    assert code == 2
+    assert "pass [text]" in err
+    monkeypatch.setattr(translate, "main", lambda argv: json.dumps(object()))
+    with pytest.raises(TypeError):
+        cli.main(["translate", "--model", "a/b", "--input", source])
+
+
+# --- Processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_the_command_quietly(folder, tmp_path):
+    """As in `translate ... | head -1`."""
+    path = tmp_path / "long.txt"
+    path.write_text("a\n\n\n\n\n\n\n\n" * 20_000)
+    process = start("translate", "--model", folder, "--input", str(path), "--num_beams", "1", "--window", "8")
+    assert process.stdout.readline().endswith(b"\n")
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(timeout=60) == 141
+    assert err == ""
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_one_line_and_leaves_no_half_output(folder, tmp_path):
+    output = tmp_path / "out.txt"
+    process = start("translate", "--model", folder, "--output", str(output), "--window", "1")
+    process.stdin.write(b"a\n")
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.decode().strip() == "vanilla-transformer translate: interrupted"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["translate", "evaluate"])
+def test_the_commands_run_as_processes(folder, tmp_path, verb):
+    source, target = tmp_path / "s", tmp_path / "t"
+    source.write_text(TINY_CORPUS[1][0][:9] + "\n")
+    target.write_text(TINY_CORPUS[1][1] + "\n")
+    files = {"translate": ["--input", source], "evaluate": ["--source", source, "--reference", target]}[verb]
+    process = start(verb, "--model", folder, *map(str, files))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, b"")
+    assert out.count(b"\n") == {"translate": 1, "evaluate": 6}[verb]

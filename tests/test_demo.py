@@ -1,0 +1,152 @@
+"""The demo: what it saves opens in the pipeline, what it reports can be counted again, nothing half-made is left."""
+
+import json
+import re
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, pipeline
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.commands import demo
+from vanilla_transformer.commands.demo import demo_parser, folder_in_the_making, main, readable, score
+from vanilla_transformer.corpora import CorpusPart, generate_numbers_corpus
+from vanilla_transformer.translation import translate_lines
+
+
+SHORT = ["--max_steps", "3", "--train_size", "1500", "--test_size", "8"]
+
+
+@pytest.fixture(scope="module")
+def short_demo(tmp_path_factory):
+    """The folder of a demo that hardly trains, and what it printed on stdout and stderr."""
+    folder = tmp_path_factory.mktemp("demo") / "new" / "saved"
+    capture = pytest.MonkeyPatch()
+    printed: list[str] = []
+    capture.setattr("builtins.print", lambda *texts, **_: printed.append(" ".join(map(str, texts))))
+    try:
+        assert main([*SHORT, "--output_dir", str(folder), "--seed", "5"]) == 0
+    finally:
+        capture.undo()
+    return folder, "\n".join(printed)
+
+
+def test_the_folder_opens_in_the_pipeline_and_translates_as_the_model_does(short_demo):
+    folder, _ = short_demo
+    translate = pipeline("translation", model=str(folder))
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = [best.text for best, *_ in translate_lines(model, tokenizer, ["one hundred and five"])]
+    assert [result["translation_text"] for result in translate("one hundred and five")] == expected
+
+
+def test_the_reported_scores_are_those_of_the_saved_model(short_demo):
+    folder, printed = short_demo
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    test = generate_numbers_corpus(train_size=1500, validation_size=0, test_size=8, seed=5).test
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    translations = [best.text for best, *_ in translate_lines(model, tokenizer, test.sources)]
+    again = score(test, translations)
+    assert {name: results[name] for name in again} == again
+    assert results["training"]["updates"] == 3
+    assert f"exact match {results['exact_match']:.1f} %" in printed
+    assert f"BLEU        {results['bleu']['score']:.2f}" in printed
+    assert "version:" in results["bleu"]["signature"]
+
+
+def test_five_translations_of_held_out_lines_are_printed(short_demo):
+    _, printed = short_demo
+    test = generate_numbers_corpus(train_size=1500, validation_size=0, test_size=8, seed=5).test
+    shown = re.findall(r"^  (.+)\n    -> ", printed, flags=re.M)
+    assert len(shown) == len(set(shown)) == 5
+    assert set(shown) <= set(test.sources)
+
+
+def test_the_attention_of_a_sentence_is_drawn(short_demo):
+    folder, _ = short_demo
+    with Image.open(folder / "attention.png") as picture:
+        assert picture.format == "PNG"
+        assert min(picture.size) > 200
+
+
+def test_nothing_else_is_left_behind(short_demo):
+    folder, _ = short_demo
+    assert [file.name for file in folder.parent.iterdir()] == [folder.name]
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
+        file.name for file in folder.iterdir()
+    }
+    assert not [file for file in folder.iterdir() if file.is_dir()], "no checkpoints"
+
+
+def test_exact_match_counts_equal_lines_of_each_kind():
+    lines = CorpusPart(["a", "b", "c", "d"], ["eins", "zwei", "drei", "vier"], ["number", "number", "time", "time"])
+    results = score(lines, ["eins", "zwei ", "drei", "vier"])
+    assert results["lines"] == 4
+    assert results["exact_match"] == 75.0
+    assert results["exact_match_by_kind"] == {"number": 50.0, "time": 100.0}
+    assert "exact match 75.0 %  (number 50.0, time 100.0)" in readable({**results, "training": {"seconds": 1.0}})
+
+
+def test_a_failure_leaves_an_older_folder_as_it_was(tmp_path):
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "config.json").write_text("old")
+    (folder / "notes.txt").write_text("mine")
+
+    def interrupted():
+        with folder_in_the_making(folder) as making:
+            (making / "config.json").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [file.name for file in tmp_path.iterdir()] == ["demo"]
+    assert (folder / "config.json").read_text() == "old"
+    with folder_in_the_making(folder) as making:
+        (making / "config.json").write_text("new")
+    assert (folder / "config.json").read_text() == "new"
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert [file.name for file in tmp_path.iterdir()] == ["demo"]
+
+
+def test_missing_matplotlib_is_told_before_the_training(monkeypatch, tmp_path):
+    def missing(*_):
+        raise ImportError('pip install "vanilla-transformer[demo]"')
+
+    monkeypatch.setattr(demo, "attention_figure", missing)
+    monkeypatch.setattr(demo, "train", lambda *_, **__: pytest.fail("it trained"))
+    with pytest.raises(ImportError, match="vanilla-transformer"):
+        main([*SHORT, "--output_dir", str(tmp_path / "demo")])
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "file/below/that"])
+def test_an_output_folder_that_is_a_file_is_one_line_and_exit_code_2(tmp_path, capsys, name):
+    (tmp_path / "file").write_text("something good")
+    with pytest.raises(SystemExit) as exit_of:
+        demo_parser().parse_args(["--output_dir", str(tmp_path / name)])
+    assert exit_of.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vanilla-transformer demo: error: argument --output_dir: ")
+    assert "is a file" in error
+    assert error.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "something good"
+
+
+def test_bfloat16_is_used_only_where_the_processor_has_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
+    assert not demo.bfloat16_is_fast()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert demo.bfloat16_is_fast()
+
+
+@pytest.mark.slow
+def test_the_demo_translates_95_of_100_held_out_lines_exactly(tmp_path):
+    assert main(["--output_dir", str(tmp_path / "demo")]) == 0
+    results = json.loads((tmp_path / "demo" / "results.json").read_text(encoding="utf-8"))
+    assert results["exact_match"] >= 95
+    translate = pipeline("translation", model=str(tmp_path / "demo"))
+    assert translate("one hundred and five")[0]["translation_text"] == "einhundertfünf"

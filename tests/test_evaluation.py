@@ -1,0 +1,239 @@
+"""BLEU, chrF and perplexity: equal to the sacrebleu command, and to the mean of log-probabilities read off by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+from transformers import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+from conftest import TINY_CORPUS
+from translators import CopyModel, varied_marian, varied_model
+from vanilla_transformer.data import TranslationCollator
+from vanilla_transformer.evaluation import compute_metrics_for, corpus_scores, perplexity
+from vanilla_transformer.tokenization import train_tokenizer
+from vanilla_transformer.translation import translate_lines
+
+
+HYPOTHESES = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]
+REFERENCES = ["The dog bit the man.", "It was not unexpected.", "The man bit him first."]
+OTHER_REFERENCES = ["The dog had bit the man.", "No one was surprised.", "The man had bitten the dog."]
+
+
+def sacrebleu_command(folder, hypotheses, references, *options) -> dict[str, dict]:
+    """The oracle: the scores of `python -m sacrebleu` on files, by the metric's name."""
+    paths = []
+    for number, lines in enumerate([hypotheses, *references]):
+        paths.append(folder / f"{number}.txt")
+        paths[-1].write_bytes("".join(line + "\n" for line in lines).encode())
+    command = [
+        sys.executable,
+        "-m",
+        "sacrebleu",
+        *paths[1:],
+        "-i",
+        paths[0],
+        "-m",
+        "bleu",
+        "chrf",
+        "-w",
+        "12",
+        *options,
+    ]
+    output = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+    return {"chrf" if score["name"].startswith("chrF") else "bleu": score for score in json.loads(output)}
+
+
+# --- Corpus scores -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hypotheses, references, tokenize",
+    [
+        (HYPOTHESES, [REFERENCES], None),
+        (HYPOTHESES, [REFERENCES, OTHER_REFERENCES], None),
+        (["Hello , world ! It 's me .", "", " so\x0cmany  spaces "], [["Hello, world! It's me.", "a", ""]], None),
+        (["我今天去了公园。", "他很好。"], [["今天我去公园了。", "他很好。"]], "zh"),
+    ],
+)
+def test_scores_and_signatures_are_those_of_the_sacrebleu_command(tmp_path, hypotheses, references, tokenize):
+    options = () if tokenize is None else ("-tok", tokenize)
+    expected = sacrebleu_command(tmp_path, hypotheses, references, *options)
+    scores = corpus_scores(hypotheses, references, tokenize=tokenize)
+    for metric in ("bleu", "chrf"):
+        assert scores[metric]["score"] == pytest.approx(expected[metric]["score"], abs=1e-9)
+        assert scores[metric]["signature"] == expected[metric]["signature"]
+
+
+def test_known_scores():
+    """Values that sacreBLEU's own users measured: references are one list a file, and never tokenised to match."""
+    assert corpus_scores(HYPOTHESES, [REFERENCES])["bleu"]["score"] == pytest.approx(45.0675, abs=1e-3)
+    spaced = corpus_scores(["Hello , world ! It 's me ."], [["Hello, world! It's me."]])
+    assert spaced["bleu"]["score"] == pytest.approx(41.113, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "hypotheses, references, error, message",
+    [
+        (HYPOTHESES, [[each] for each in REFERENCES], ValueError, "1 lines for 3 hypotheses; .* not one a segment"),
+        (HYPOTHESES, [REFERENCES[:2]], ValueError, "reference 1 has 2 lines for 3 hypotheses"),
+        (HYPOTHESES, [REFERENCES, [*REFERENCES, ""]], ValueError, "reference 2 has 4 lines for 3 hypotheses"),
+        (HYPOTHESES, REFERENCES, TypeError, "pass \\[references\\]"),
+        (HYPOTHESES, "text", TypeError, "pass \\[references\\]"),
+        ([], [[]], ValueError, "nothing to score"),
+        (HYPOTHESES, [], ValueError, "nothing to score"),
+    ],
+)
+def test_wrongly_shaped_references_are_refused(hypotheses, references, error, message):
+    with pytest.raises(error, match=message):
+        corpus_scores(hypotheses, references)
+
+
+def test_an_unknown_tokenizer_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"one of 13a, .*zh.*, got 'moses'"):
+        corpus_scores(["a"], [["a"]], tokenize="moses")
+
+
+# --- Metrics of the trainer ----------------------------------------------------------------------------------------
+
+
+def test_metrics_of_padded_predictions_equal_the_command_on_the_texts(tiny_tokenizer, tmp_path):
+    hypotheses = [*HYPOTHESES, "", "a\nb"]
+    references = [*REFERENCES, "x", "a b"]
+    predicted = [[0, *ids] for ids in tiny_tokenizer(hypotheses)["input_ids"]]
+    labels = tiny_tokenizer(references)["input_ids"]
+    width = max(map(len, predicted)) + 3
+    # Batches of unequal lengths: Trainer pads with -100 around what generate() padded with the pad token.
+    padded = [(row + [1] * 2 + [-100] * width)[:width] for row in predicted]
+    wide = max(map(len, labels))
+    prediction = EvalPrediction(
+        predictions=np.array(padded), label_ids=np.array([row + [-100] * (wide - len(row)) for row in labels])
+    )
+    metrics = compute_metrics_for(tiny_tokenizer)(prediction)
+    expected = sacrebleu_command(tmp_path, [*HYPOTHESES, "", "a b"], [references])
+    assert metrics["bleu"] == pytest.approx(expected["bleu"]["score"], abs=1e-6)
+    assert metrics["chrf"] == pytest.approx(expected["chrf"]["score"], abs=1e-6)
+    assert metrics["generated_length"] == pytest.approx(np.mean([len(row) - 1 for row in predicted]))
+
+
+def test_metrics_refuse_logits(tiny_tokenizer):
+    prediction = EvalPrediction(predictions=np.zeros((2, 3, 5)), label_ids=np.zeros((2, 3), dtype=int))
+    with pytest.raises(ValueError, match=r"got shape \(2, 3, 5\); set predict_with_generate=True"):
+        compute_metrics_for(tiny_tokenizer)(prediction)
+
+
+@pytest.mark.parametrize("make", [varied_model, varied_marian])
+def test_metrics_in_a_stock_trainer_equal_one_by_one_generation(tiny_tokenizer, make, tmp_path):
+    model = make(tiny_tokenizer)
+    sources = [source[:length] for length, (source, _) in zip((26, 2, 14, 5, 1), TINY_CORPUS, strict=False)]
+    targets = [target for _, target in TINY_CORPUS[:5]]
+    rows = [
+        {"input_ids": source, "labels": target}
+        for source, target in zip(
+            tiny_tokenizer(sources)["input_ids"], tiny_tokenizer(targets)["input_ids"], strict=True
+        )
+    ]
+    generated = [model.generate(torch.tensor([row["input_ids"]]), num_beams=2, max_length=9)[0] for row in rows]
+    texts = [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=Seq2SeqTrainingArguments(
+            tmp_path,
+            predict_with_generate=True,
+            per_device_eval_batch_size=2,
+            generation_max_length=9,
+            generation_num_beams=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        data_collator=TranslationCollator(tiny_tokenizer.pad_token_id),
+        eval_dataset=rows,
+        processing_class=tiny_tokenizer,
+        compute_metrics=compute_metrics_for(tiny_tokenizer),
+    )
+    metrics = trainer.evaluate()
+    expected = sacrebleu_command(tmp_path, texts, [targets])
+    assert metrics["eval_bleu"] == pytest.approx(expected["bleu"]["score"], abs=1e-6)
+    assert metrics["eval_chrf"] == pytest.approx(expected["chrf"]["score"], abs=1e-6)
+
+
+# --- Perplexity ----------------------------------------------------------------------------------------------------
+
+
+def log_probs_by_hand(model, tokenizer, source: str, target: str) -> list[float]:
+    """The oracle: one pair at a time, the log-probability of each target token and of the end of sentence."""
+    labels = tokenizer(target)["input_ids"]
+    start = torch.tensor([[model.config.decoder_start_token_id, *labels[:-1]]])
+    with torch.no_grad():
+        logits = model(**tokenizer(source, return_tensors="pt"), decoder_input_ids=start).logits[0].double()
+    return log_softmax(logits, -1)[range(len(labels)), labels].tolist()
+
+
+@pytest.mark.parametrize("make", [varied_model, varied_marian])
+@pytest.mark.parametrize("tokens_per_batch", [4096, 60, 1])
+def test_perplexity_is_over_all_target_tokens_whatever_the_batches(tiny_tokenizer, make, tokens_per_batch):
+    model = make(tiny_tokenizer)
+    with torch.no_grad():  # the bias of these models makes most tokens all but impossible
+        for name in ("final_logits_bias", "lm_head.bias"):
+            {**dict(model.named_parameters()), **dict(model.named_buffers())}.get(name, torch.zeros(1)).zero_()
+    sources, targets = (list(side) for side in zip(*TINY_CORPUS, strict=True))
+    log_probs = [
+        value
+        for source, target in zip(sources, targets, strict=True)
+        for value in log_probs_by_hand(model, tiny_tokenizer, source, target)
+    ]
+    assert len(log_probs) == sum(map(len, tiny_tokenizer(targets)["input_ids"]))
+    expected = math.exp(-math.fsum(log_probs) / len(log_probs))
+    got = perplexity(model, tiny_tokenizer, sources, targets, tokens_per_batch=tokens_per_batch)
+    assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_perplexity_knows_neither_dropout_nor_label_smoothing_and_leaves_the_mode(tiny_tokenizer):
+    sources, targets = zip(*TINY_CORPUS, strict=True)
+    expected = perplexity(varied_model(tiny_tokenizer), tiny_tokenizer, sources, targets)
+    model = varied_model(tiny_tokenizer, dropout=0.5, label_smoothing=0.3).train()
+    assert perplexity(model, tiny_tokenizer, sources, targets) == pytest.approx(expected, rel=1e-6)
+    assert model.training
+
+
+def test_pairs_with_a_blank_side_do_not_count(tiny_tokenizer):
+    model = varied_model(tiny_tokenizer)
+    expected = perplexity(model, tiny_tokenizer, ["a dog"], ["ein Hund"])
+    assert perplexity(model, tiny_tokenizer, ["a dog", "x", " "], ["ein Hund", "", "y"]) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="none among 2 pairs"):
+        perplexity(model, tiny_tokenizer, ["", "x"], ["y", " "])
+    with pytest.raises(ValueError, match="got 2 sources and 1 targets"):
+        perplexity(model, tiny_tokenizer, ["a", "b"], ["c"])
+
+
+def test_perplexity_of_even_odds_is_their_number(tiny_tokenizer):
+    """A model without knowledge hesitates between all words of its vocabulary."""
+    model = varied_model(tiny_tokenizer)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.zero_()
+    assert perplexity(model, tiny_tokenizer, ["a"], ["b c"]) == pytest.approx(len(tiny_tokenizer), rel=1e-5)
+
+
+def test_an_overlong_target_is_cut_with_a_warning(caplog):
+    tokenizer = train_tokenizer(["a b c"], 259, model_max_length=8)
+    model = varied_model(tokenizer)
+    expected = perplexity(model, tokenizer, ["abc"], ["1234567"])
+    assert not caplog.records
+    assert perplexity(model, tokenizer, ["abc"], ["1234567890"]) == pytest.approx(expected)
+    assert "line 1: cut from 11 to 8 tokens" in caplog.records[0].getMessage()
+
+
+def test_a_copy_of_the_reference_scores_100(tiny_tokenizer):
+    lines = [target for _, target in TINY_CORPUS]
+    hypotheses = [best.text for (best,) in translate_lines(CopyModel(tiny_tokenizer), tiny_tokenizer, lines)]
+    scores = corpus_scores(hypotheses, [lines])
+    assert scores["bleu"]["score"] == pytest.approx(100)
+    assert scores["chrf"]["score"] == pytest.approx(100)

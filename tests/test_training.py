@@ -1,0 +1,1260 @@
+"""Training: the schedule, the batches and the evaluation of the trainer, and stock trainers with the model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch.nn import functional as F
+from transformers import (
+    DataCollatorForSeq2Seq,
+    EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from conftest import TINY_CORPUS
+from small_models import small_model, words
+from translators import output_bias, varied_model
+from vanilla_transformer import VanillaTransformerForConditionalGeneration, training
+from vanilla_transformer.data import TranslationCollator, tokenize_pairs
+from vanilla_transformer.training import (
+    VanillaTransformerTrainer,
+    VanillaTransformerTrainingArguments,
+    keep_freed_memory,
+    last_whole_checkpoint,
+    learning_rate_at,
+)
+
+
+BOS, PAD, EOS = 0, 1, 2
+QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+BY_SENTENCES = {"tokens_per_batch": None, "per_device_train_batch_size": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Of models so small, threads that wait for each other cost more than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def arguments(folder: Path, cls: type = VanillaTransformerTrainingArguments, **settings):
+    """Training arguments of a short quiet run without dropout's randomness in the way."""
+    return cls(output_dir=str(folder), **{**QUIET, **settings})
+
+
+def random_pairs(lengths: list[tuple[int, int]], seed: int = 0) -> Dataset:
+    """Encoded pairs of random words with (source, target) lengths, end of sentence counted."""
+    rows = []
+    for number, pair in enumerate(lengths):
+        sides = [[*words(length - 1, seed=seed + 2 * number + side).tolist(), EOS] for side, length in enumerate(pair)]
+        rows.append({"input_ids": sides[0], "labels": sides[1]})
+    return Dataset.from_list(rows)
+
+
+# Lengths unlike each other on the two sides; 24 sentences.
+MANY = [(2 + n * 7 % 11, 2 + n * 5 % 9) for n in range(24)]
+
+
+class Watch(TrainerCallback):
+    """Notes the rate that the optimizer holds just before each update."""
+
+    def __init__(self):
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def received_batches(model) -> list[dict[str, torch.Tensor]]:
+    """A list that will hold whatever the model's forward is given while it trains."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def note(module, args, kwargs):
+        if module.training:
+            seen.append({name: value.clone() for name, value in kwargs.items() if torch.is_tensor(value)})
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+def logged(trainer: Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def collated(dataset: Dataset) -> dict[str, torch.Tensor]:
+    return TranslationCollator(PAD)(list(dataset))
+
+
+def same_weights(left, right, **tolerance) -> None:
+    for name, value in left.state_dict().items():
+        torch.testing.assert_close(
+            value, right.state_dict()[name], msg=lambda text, n=name: f"{n}: {text}", **tolerance
+        )
+
+
+def token_losses(model, rows: Dataset, label_smoothing: float = 0.0) -> torch.Tensor:
+    """The oracle: cross-entropy of every target token from torch itself, one sentence at a time, without padding."""
+    losses = []
+    for row in rows:
+        labels = torch.tensor(row["labels"])
+        decoder_input_ids = torch.tensor([[BOS, *row["labels"][:-1]]])
+        source = torch.tensor([row["input_ids"]])
+        logits = model(input_ids=source, decoder_input_ids=decoder_input_ids).logits[0]
+        losses.append(F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing))
+    return torch.cat(losses)
+
+
+# --- The learning rate (section 5.3, equation 3) ---------------------------------------------------------------------
+
+
+def equation_3(n: int, d_model: int, warmup: int) -> float:
+    return (1 / math.sqrt(d_model)) * min(1 / math.sqrt(n), n / math.sqrt(warmup**3))
+
+
+@pytest.mark.parametrize(
+    "update, rate", [(1, 1.746928e-07), (2, 3.493856e-07), (4000, 6.987712e-04), (100_000, 1.397542e-04)]
+)
+def test_the_rate_is_that_of_equation_3(update, rate):
+    """B046: the values of the public report, for the base model."""
+    assert learning_rate_at(update, 512, 4000) == pytest.approx(rate, rel=1e-6)
+    assert learning_rate_at(update, 512) == pytest.approx(rate, rel=1e-6)
+    assert learning_rate_at(update, 256) == pytest.approx(rate * math.sqrt(2), rel=1e-6)
+    assert learning_rate_at(update, 512, factor=3.0) == pytest.approx(3 * rate, rel=1e-6)
+
+
+@pytest.mark.parametrize("update, warmup", [(0, 4000), (-1, 4000), (1, 0)])
+def test_updates_and_warm_up_count_from_1(update, warmup):
+    with pytest.raises(ValueError, match="count from 1"):
+        learning_rate_at(update, 512, warmup)
+
+
+def wide_model(d_model: int):
+    return small_model(d_model=d_model, d_ff=8, encoder_layers=1, decoder_layers=1, std=0.05)
+
+
+@pytest.mark.parametrize("d_model", [512, 256])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_optimizer_uses_equation_3_at_each_update_whatever_the_accumulation(tmp_path, d_model, accumulation):
+    """B046: read from the optimizer before each step; updates count, not micro-batches."""
+    watch = Watch()
+    trainer = VanillaTransformerTrainer(
+        wide_model(d_model),
+        arguments(tmp_path, max_steps=3, gradient_accumulation_steps=accumulation, tokens_per_batch=40),
+        train_dataset=random_pairs(MANY),
+        callbacks=[watch],
+    )
+    trainer.train()
+    expected = [equation_3(n, d_model, 4000) for n in (1, 2, 3)]
+    assert watch.rates == pytest.approx(expected, rel=1e-6)
+    assert logged(trainer, "learning_rate") == pytest.approx(expected, rel=1e-6)
+    assert watch.rates[0] == pytest.approx(1.746928e-07 * math.sqrt(512 / d_model), rel=1e-6)
+
+
+def test_the_schedule_holds_for_a_hundred_thousand_updates(tmp_path):
+    trainer = VanillaTransformerTrainer(wide_model(512), arguments(tmp_path), train_dataset=random_pairs(MANY))
+    trainer.create_optimizer_and_scheduler(100_000)
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    rates = {}
+    optimizer.step()
+    for update in range(1, 4003):
+        rates[update] = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+    for update in (1, 2, 3999, 4000, 4001):
+        assert rates[update] == pytest.approx(equation_3(update, 512, 4000), rel=1e-9)
+    assert max(rates, key=rates.__getitem__) == 4000
+    # As after a resume at update 99,999.
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 99_998})
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.397542e-04, rel=1e-6)
+
+
+@pytest.mark.parametrize("given, peak", [(None, (16 * 4) ** -0.5), (0.005, 0.005)])
+def test_the_peak_is_at_warmup_steps(tmp_path, given, peak):
+    """`learning_rate` is the peak; None is the paper's (d_model * warmup_steps) ** -0.5."""
+    watch = Watch()
+    trainer = VanillaTransformerTrainer(
+        small_model(),
+        arguments(tmp_path, max_steps=8, warmup_steps=4, learning_rate=given),
+        train_dataset=random_pairs(MANY),
+        callbacks=[watch],
+    )
+    trainer.train()
+    shape = [0.25, 0.5, 0.75, 1.0, *(math.sqrt(4 / n) for n in (5, 6, 7, 8))]
+    assert watch.rates == pytest.approx([peak * share for share in shape], rel=1e-6)
+
+
+def test_the_rate_goes_on_after_save_and_resume(tmp_path):
+    settings = {"warmup_steps": 4, "save_strategy": "steps", "save_steps": 5, "tokens_per_batch": 40}
+    whole, rest = Watch(), Watch()
+    VanillaTransformerTrainer(
+        small_model(),
+        arguments(tmp_path, max_steps=7, **settings),
+        train_dataset=random_pairs(MANY),
+        callbacks=[whole],
+    ).train()
+    VanillaTransformerTrainer(
+        small_model(seed=9),
+        arguments(tmp_path, max_steps=7, **settings),
+        train_dataset=random_pairs(MANY),
+        callbacks=[rest],
+    ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert whole.rates == pytest.approx([equation_3(n, 16, 4) for n in range(1, 8)], rel=1e-6)
+    assert rest.rates == whole.rates[5:]
+
+
+def test_other_schedules_stay_those_of_transformers(tmp_path):
+    rates = {}
+    for cls in (VanillaTransformerTrainer, Seq2SeqTrainer):
+        for schedule in ("linear", "cosine", "constant_with_warmup"):
+            watch = Watch()
+            cls(
+                small_model(),
+                arguments(
+                    tmp_path,
+                    Seq2SeqTrainingArguments,
+                    max_steps=6,
+                    warmup_steps=2,
+                    learning_rate=0.01,
+                    lr_scheduler_type=schedule,
+                ),
+                train_dataset=random_pairs(MANY),
+                data_collator=TranslationCollator(PAD),
+                callbacks=[watch],
+            ).train()
+            rates[cls, schedule] = watch.rates
+    for schedule in ("linear", "cosine", "constant_with_warmup"):
+        ours, stock = rates[VanillaTransformerTrainer, schedule], rates[Seq2SeqTrainer, schedule]
+        assert ours == stock
+        assert ours[0] == 0.0  # the stock warm-up, one update late
+
+
+def test_a_share_as_warm_up_is_that_share_of_the_updates(tmp_path):
+    watch = Watch()
+    settings = {"max_steps": 8, "warmup_steps": 0.5, "learning_rate": 0.01}
+    trainer = VanillaTransformerTrainer(
+        small_model(), arguments(tmp_path, **settings), train_dataset=random_pairs(MANY), callbacks=[watch]
+    )
+    trainer.train()
+    assert watch.rates[:5] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01 * math.sqrt(4 / 5)])
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 0.5])
+def test_the_rate_of_the_paper_needs_its_warm_up(tmp_path, warmup_steps):
+    with pytest.raises(ValueError, match="learning_rate.*warmup_steps"):
+        VanillaTransformerTrainer(small_model(), arguments(tmp_path, warmup_steps=warmup_steps))
+
+
+def test_training_arguments_serve_models_of_different_width(tmp_path):
+    """The rate of equation (3) must not stick to the arguments of the first model that used them."""
+    args = arguments(tmp_path, warmup_steps=4)
+    for d_model in (16, 64):
+        trainer = VanillaTransformerTrainer(small_model(d_model=d_model), args, train_dataset=random_pairs(MANY))
+        assert trainer.args.learning_rate == pytest.approx((d_model * 4) ** -0.5)
+
+
+def test_a_model_may_come_from_model_init(tmp_path):
+    watch = Watch()
+    trainer = VanillaTransformerTrainer(
+        args=arguments(tmp_path, max_steps=2, warmup_steps=4),
+        model_init=small_model,
+        train_dataset=random_pairs(MANY),
+        callbacks=[watch],
+    )
+    trainer.train()
+    assert watch.rates == pytest.approx([equation_3(n, 16, 4) for n in (1, 2)], rel=1e-6)
+
+
+def test_an_optimizer_and_a_schedule_of_the_users_own_are_used(tmp_path):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done))
+    watch = Watch()
+    VanillaTransformerTrainer(
+        model,
+        arguments(tmp_path, max_steps=3),
+        train_dataset=random_pairs(MANY),
+        optimizers=(optimizer, schedule),
+        callbacks=[watch],
+    ).train()
+    assert watch.rates == pytest.approx([0.25, 0.125, 0.25 / 3])
+
+
+def test_the_defaults_are_the_papers(tmp_path):
+    """Section 5.3: Adam with 0.9, 0.98, 1e-9, 4,000 updates of warm-up; no decay, no clipping."""
+    trainer = VanillaTransformerTrainer(wide_model(512), arguments(tmp_path), train_dataset=random_pairs(MANY))
+    trainer.create_optimizer_and_scheduler(10)
+    group = trainer.optimizer.param_groups[0]
+    assert isinstance(trainer.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    assert (group["betas"], group["eps"]) == ((0.9, 0.98), 1e-9)
+    assert all(each["weight_decay"] == 0 for each in trainer.optimizer.param_groups)
+    assert group["initial_lr"] == pytest.approx((512 * 4000) ** -0.5)
+    assert trainer.args.max_grad_norm == 0
+
+
+# --- The loss: accumulation, smoothing, ignored labels ---------------------------------------------------------------
+
+
+EIGHT = [(length, length + 1) for length in (2, 5, 8, 11)] * 2
+SGD = {"optim": "sgd", "learning_rate": 0.01, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_steps": 1}
+
+
+def one_update(cls, folder: Path, rows: int, accumulation: int, dataset=None, model=None, **settings):
+    """The model after one update by plain gradient descent, and the trainer."""
+    model = model if model is not None else small_model()
+    ours = cls is VanillaTransformerTrainer
+    args_class = TrainingArguments if cls is Trainer else Seq2SeqTrainingArguments
+    if ours:
+        args_class = VanillaTransformerTrainingArguments
+        settings = {"tokens_per_batch": None, **settings}
+    args = arguments(
+        folder,
+        args_class,
+        **SGD,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulation,
+        **{"max_grad_norm": 0.0, **settings},
+    )
+    trainer = cls(model, args, train_dataset=dataset or random_pairs(EIGHT), data_collator=collator_for(args, model))
+    trainer.train()
+    return model, trainer
+
+
+def collator_for(args, model):
+    """Ours; with the stock smoothing, which takes the labels away, the stock one that makes decoder inputs."""
+    if not args.label_smoothing_factor:
+        return TranslationCollator(PAD)
+    from vanilla_transformer.tokenization import train_tokenizer
+
+    return DataCollatorForSeq2Seq(train_tokenizer(["a"], 259), model=model)
+
+
+def manual_update(dataset: Dataset, label_smoothing: float, model=None):
+    """One step by hand on the sum of the token losses over the number of tokens; the loss, and the model after it."""
+    model = model if model is not None else small_model()
+    losses = token_losses(model, dataset, label_smoothing)
+    loss = losses.sum() / len(losses)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+    return loss.item(), model
+
+
+@pytest.mark.parametrize("rows, accumulation", [(8, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer, Trainer])
+def test_accumulation_equals_one_large_batch(tmp_path, cls, rows, accumulation):
+    """B037: same logged loss and weights; the oracle is one manual step over all eight."""
+    expected_loss, expected = manual_update(random_pairs(EIGHT), label_smoothing=0.1)
+    model, trainer = one_update(cls, tmp_path, rows, accumulation)
+    assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
+    same_weights(model, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows, accumulation", [(8, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize("cls", [Seq2SeqTrainer, Trainer])
+def test_the_stock_label_smoothing_replaces_ours(tmp_path, cls, rows, accumulation):
+    """B037 and B038: smoothed once, by 0.3 and not by the configuration's 0.1; accumulation changes nothing."""
+    expected_loss, expected = manual_update(random_pairs(EIGHT), label_smoothing=0.3)
+    model, trainer = one_update(cls, tmp_path, rows, accumulation, label_smoothing_factor=0.3)
+    assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
+    same_weights(model, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_accumulation_of_token_batches_equals_one_large_batch(tmp_path, accumulation):
+    expected_loss, expected = manual_update(random_pairs(EIGHT), label_smoothing=0.1)
+    model = small_model()
+    seen = received_batches(model)
+    trainer = VanillaTransformerTrainer(
+        model,
+        arguments(tmp_path, **SGD, tokens_per_batch=8 * 12, gradient_accumulation_steps=accumulation),
+        train_dataset=random_pairs(EIGHT),
+    )
+    trainer.train()
+    assert len(seen) == accumulation
+    assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
+    same_weights(model, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ours_refuses_the_stock_label_smoothing_and_names_the_field(tmp_path):
+    args = arguments(tmp_path, Seq2SeqTrainingArguments, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1.*config\.label_smoothing"):
+        VanillaTransformerTrainer(small_model(), args)
+    with pytest.raises(ValueError, match=r"config\.label_smoothing"):
+        VanillaTransformerTrainer(small_model(), arguments(tmp_path, label_smoothing_factor=0.2))
+
+
+def without_labels(dataset: Dataset) -> Dataset:
+    return Dataset.from_list([{**row, "labels": [-100] * len(row["labels"])} for row in dataset])
+
+
+def test_an_update_without_any_label_leaves_the_weights_as_they_are(tmp_path):
+    """B041: no NaN."""
+    for accumulation in (1, 2):
+        model, trainer = one_update(
+            VanillaTransformerTrainer,
+            tmp_path,
+            4 // accumulation,
+            accumulation,
+            without_labels(random_pairs(EIGHT[:4])),
+        )
+        assert logged(trainer, "loss") == [0.0]
+        same_weights(model, small_model(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer])
+def test_a_micro_batch_without_labels_counts_for_nothing(tmp_path, cls):
+    """B041: the same update as without it."""
+    kept, lost = random_pairs(EIGHT[:4]), without_labels(random_pairs(EIGHT[4:], seed=50))
+    expected_loss, expected = manual_update(kept, label_smoothing=0.1)
+    mixed = Dataset.from_list([*kept, *lost])
+    model, trainer = one_update(cls, tmp_path, 1, 8, mixed)
+    assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
+    same_weights(model, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer])
+def test_gradient_checkpointing_changes_nothing(tmp_path, cls, reentrant):
+    """B048, through the trainer: same loss and weights; afterwards the model still generates the same."""
+    plain, plain_trainer = one_update(cls, tmp_path, 8, 1)
+    model, trainer = one_update(
+        cls,
+        tmp_path,
+        8,
+        1,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+    )
+    assert model.is_gradient_checkpointing
+    assert logged(trainer, "loss") == pytest.approx(logged(plain_trainer, "loss"), abs=1e-6)
+    same_weights(model, plain, rtol=1e-5, atol=1e-6)
+    sources = words(2, 6)
+    assert torch.equal(
+        model.eval().generate(sources, max_new_tokens=8), plain.eval().generate(sources, max_new_tokens=8)
+    )
+
+
+def test_bfloat16_trains_on_a_processor(tmp_path):
+    """transformers refuses bf16 without an accelerator unless use_cpu is set; ours sets it."""
+    args = VanillaTransformerTrainingArguments(
+        output_dir=str(tmp_path),
+        bf16=True,
+        report_to="none",
+        disable_tqdm=True,
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        warmup_steps=4,
+    )
+    assert args.use_cpu == (not torch.accelerator.is_available())
+    model = small_model(std=0.1)
+    dtypes = set()
+    model.model.encoder.layers[0].self_attention.q_proj.register_forward_hook(
+        lambda module, inputs, output: dtypes.add(output.dtype)
+    )
+    trainer = VanillaTransformerTrainer(
+        model, args, train_dataset=random_pairs(MANY), eval_dataset=random_pairs(MANY[:6])
+    )
+    trainer.train()
+    assert dtypes == {torch.bfloat16}
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    expected = token_losses(small_model(std=0.1), random_pairs(MANY), 0.1).mean().item()
+    assert logged(trainer, "loss")[0] == pytest.approx(expected, rel=0.02)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(
+        token_losses(model, random_pairs(MANY[:6])).mean().item(), rel=0.02
+    )
+
+
+# --- Batches (section 5.1) -------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: dict[str, torch.Tensor]) -> list[tuple]:
+    """What the model was given, row by row, without padding."""
+    sources = [
+        ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    targets = [row[row != -100].tolist() for row in batch["labels"]]
+    return [(tuple(source), tuple(target)) for source, target in zip(sources, targets, strict=True)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_batches_are_bounded_on_both_sides_and_each_sentence_comes_once_an_epoch(tmp_path, accumulation):
+    """What forward() really receives, padding counted."""
+    dataset = random_pairs(MANY)
+    everything = sorted((tuple(row["input_ids"]), tuple(row["labels"])) for row in dataset)
+    assert len(set(everything)) == len(everything)
+    model = small_model()
+    seen = received_batches(model)
+    trainer = VanillaTransformerTrainer(
+        model,
+        arguments(tmp_path, num_train_epochs=3, tokens_per_batch=40, gradient_accumulation_steps=accumulation),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    for batch in seen:
+        assert batch["input_ids"].numel() <= 40
+        assert batch["labels"].numel() <= 40
+    assert len(seen) % (3 * accumulation) == 0
+    assert trainer.state.global_step == len(seen) // accumulation
+    per_epoch = len(seen) // 3
+    epochs = [seen[start : start + per_epoch] for start in range(0, len(seen), per_epoch)]
+    for epoch in epochs:
+        assert sorted(row for batch in epoch for row in rows_of(batch)) == everything
+    compositions = [{frozenset(rows_of(batch)) for batch in epoch} for epoch in epochs]
+    assert compositions[0] != compositions[1] != compositions[2]
+
+
+def test_the_seed_decides_the_order_of_the_batches(tmp_path):
+    orders = []
+    for seed, data_seed in ((1, None), (1, None), (2, None), (2, 1)):
+        model = small_model()
+        seen = received_batches(model)
+        VanillaTransformerTrainer(
+            model,
+            arguments(tmp_path, num_train_epochs=1, tokens_per_batch=40, seed=seed, data_seed=data_seed),
+            train_dataset=random_pairs(MANY),
+        ).train()
+        orders.append([rows_of(batch) for batch in seen])
+    assert orders[0] == orders[1] == orders[3]
+    assert orders[0] != orders[2]
+
+
+def test_tokens_per_batch_may_be_given_to_the_trainer(tmp_path):
+    model = small_model()
+    seen = received_batches(model)
+    VanillaTransformerTrainer(
+        model,
+        arguments(tmp_path, Seq2SeqTrainingArguments, num_train_epochs=1),
+        train_dataset=random_pairs(MANY),
+        tokens_per_batch=30,
+    ).train()
+    assert 20 < max(batch["input_ids"].numel() for batch in seen) <= 30
+
+
+def test_without_tokens_per_batch_batches_have_the_rows_asked_for(tmp_path):
+    model = small_model()
+    seen = received_batches(model)
+    VanillaTransformerTrainer(
+        model,
+        arguments(tmp_path, num_train_epochs=1, tokens_per_batch=None, per_device_train_batch_size=6),
+        train_dataset=random_pairs(MANY),
+    ).train()
+    assert [len(batch["input_ids"]) for batch in seen] == [6] * 4
+
+
+def test_tokens_and_rows_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="per_device_train_batch_size=32.*tokens_per_batch"):
+        arguments(tmp_path, per_device_train_batch_size=32)
+    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1"):
+        arguments(tmp_path, tokens_per_batch=0)
+
+
+def test_a_second_run_of_one_trainer_is_no_different(tmp_path):
+    """train() twice: schedule and batches start anew, without warnings of things left over."""
+    watch = Watch()
+    model = small_model()
+    seen = received_batches(model)
+    trainer = VanillaTransformerTrainer(
+        model,
+        arguments(tmp_path, num_train_epochs=1, tokens_per_batch=40, warmup_steps=4),
+        train_dataset=random_pairs(MANY),
+        callbacks=[watch],
+    )
+    trainer.train()
+    count, rates = len(seen), list(watch.rates)
+    trainer.train()
+    assert watch.rates[len(rates) :] == rates
+    assert [rows_of(batch) for batch in seen[:count]] == [rows_of(batch) for batch in seen[count:]]
+
+
+def test_other_columns_and_the_stock_collator_do_no_harm(tmp_path):
+    dataset = random_pairs(MANY[:8])
+    dataset = dataset.add_column("source", [f"text {n}" for n in range(8)])
+    model = small_model()
+    from vanilla_transformer.tokenization import train_tokenizer
+
+    trainer = VanillaTransformerTrainer(
+        model,
+        arguments(tmp_path, max_steps=1, tokens_per_batch=60),
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        data_collator=DataCollatorForSeq2Seq(train_tokenizer(["a"], 259), model=model),
+    )
+    trainer.train()
+    expected = token_losses(model.eval(), random_pairs(MANY[:8])).mean().item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_batches_of_tokens_need_a_dataset_of_known_lengths(tmp_path):
+    endless = random_pairs(MANY).to_iterable_dataset()
+    trainer = VanillaTransformerTrainer(small_model(), arguments(tmp_path, max_steps=1), train_dataset=endless)
+    with pytest.raises(ValueError, match="tokens_per_batch"):
+        trainer.train()
+
+
+class Listed(torch.utils.data.Dataset):
+    """A dataset of plain torch."""
+
+    def __init__(self, rows):
+        self.rows = list(rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_a_dataset_of_plain_torch_gives_the_same(tmp_path):
+    results = []
+    for dataset in (random_pairs(MANY), Listed(random_pairs(MANY))):
+        model = small_model()
+        model.generation_config.max_new_tokens_over_source = 3
+        trainer = VanillaTransformerTrainer(
+            model,
+            arguments(tmp_path, max_steps=3, tokens_per_batch=40, warmup_steps=4),
+            train_dataset=dataset,
+            eval_dataset=dataset,
+            compute_metrics=lambda prediction: {"sum": int(prediction.predictions.clip(0).sum())},
+        )
+        trainer.train()
+        metrics = trainer.evaluate()
+        results.append((logged(trainer, "loss"), metrics["eval_loss"], metrics["eval_sum"]))
+    assert results[0] == results[1]
+
+
+# --- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def translator(tiny_tokenizer):
+    """A random model whose translations vary in length, and an encoded set of the tiny corpus of which it gets about
+    half right."""
+    model = varied_model(tiny_tokenizer)
+    pairs = []
+    for number, (source, target) in enumerate(TINY_CORPUS):
+        ids = model.generate(**tiny_tokenizer(source, return_tensors="pt"), num_beams=1)
+        own = tiny_tokenizer.decode(ids[0], skip_special_tokens=True)
+        pairs.append({"source": source, "target": f"{own} {own}"[: 3 * len(own) // 2] if number % 2 else target})
+    dataset, _ = tokenize_pairs(Dataset.from_list(pairs), tiny_tokenizer, drop=False)
+    return model, dataset, pairs
+
+
+def evaluator(folder: Path, translator, tokenizer, cls=VanillaTransformerTrainer, **settings):
+    model, dataset, _ = translator
+    options = settings.pop("options", {})
+    args_class = VanillaTransformerTrainingArguments if cls is VanillaTransformerTrainer else Seq2SeqTrainingArguments
+    settings = {"generation_num_beams": 1, "predict_with_generate": True, **settings}
+    return cls(
+        model, arguments(folder, args_class, **settings), eval_dataset=dataset, processing_class=tokenizer, **options
+    )
+
+
+def alone(model, tokenizer, sources: list[str], **settings) -> list[str]:
+    """The oracle: each sentence by itself."""
+    texts = []
+    for source in sources:
+        ids = model.generate(**tokenizer(source, return_tensors="pt"), **settings)
+        texts.append(tokenizer.decode(ids[0], skip_special_tokens=True))
+    return texts
+
+
+def unpadded(rows: np.ndarray, *drop: int) -> list[list[int]]:
+    return [[token for token in row if token not in {-100, *drop}] for row in rows.tolist()]
+
+
+BATCHINGS = [
+    {"tokens_per_batch": 4096},
+    {"tokens_per_batch": 60},
+    {"tokens_per_batch": None, "per_device_eval_batch_size": 3},
+    {"tokens_per_batch": None, "per_device_eval_batch_size": 100},
+]
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_the_evaluation_loss_is_an_unsmoothed_mean_over_tokens(tmp_path, tiny_tokenizer, translator, batching):
+    """By hand over the whole set: each sentence alone, whatever the batches."""
+    model, dataset, _ = translator
+    losses = token_losses(model, dataset)
+    lengths = [len(row["labels"]) for row in dataset]
+    by_sentence = torch.stack([part.mean() for part in losses.split(lengths)])
+    assert abs(losses.mean() - by_sentence.mean()) > 0.05  # a mean over sentences would be something else
+    metrics = evaluator(tmp_path, translator, tiny_tokenizer, **batching).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
+
+
+def test_metrics_do_not_depend_on_the_batches(tmp_path, tiny_tokenizer, translator):
+    kept = []
+    for batching in BATCHINGS:
+        metrics = evaluator(tmp_path, translator, tiny_tokenizer, **batching).evaluate()
+        kept.append({name: metrics[f"eval_{name}"] for name in ("loss", "bleu", "chrf", "generated_length")})
+    assert 5 < kept[0]["bleu"] < 95
+    for metrics in kept[1:]:
+        assert metrics == pytest.approx(kept[0], abs=1e-5)
+
+
+def test_each_segment_is_generated_and_scored_once_in_the_order_of_the_dataset(tmp_path, tiny_tokenizer, translator):
+    model, dataset, pairs = translator
+    calls = []
+
+    def compute_metrics(prediction):
+        calls.append(prediction)
+        return {"segments": len(prediction.predictions)}
+
+    trainer = evaluator(
+        tmp_path, translator, tiny_tokenizer, tokens_per_batch=60, options={"compute_metrics": compute_metrics}
+    )
+    generated_rows = []
+    generate = model.generate
+    model.generate = lambda *args, **kwargs: (
+        generated_rows.append(len(kwargs["input_ids"])),
+        generate(*args, **kwargs),
+    )[1]
+    metrics = trainer.evaluate()
+    del model.generate
+    assert metrics["eval_segments"] == len(dataset) == sum(generated_rows)
+    assert len(generated_rows) > 2
+    (prediction,) = calls
+    texts = [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in unpadded(prediction.predictions)]
+    assert texts == alone(model, tiny_tokenizer, [pair["source"] for pair in pairs], num_beams=1)
+    assert unpadded(prediction.label_ids) == [row["labels"] for row in dataset]
+    assert "eval_bleu" not in metrics  # the user's own metrics, and nothing beside them
+
+
+def test_bleu_of_the_evaluation_is_that_of_the_sacrebleu_command(tmp_path, tiny_tokenizer, translator):
+    """B042: translations one by one into a file, references into another."""
+    model, _, pairs = translator
+    metrics = evaluator(tmp_path, translator, tiny_tokenizer, tokens_per_batch=60).evaluate()
+    hypotheses = alone(model, tiny_tokenizer, [pair["source"] for pair in pairs], num_beams=1)
+    assert len({len(text) for text in hypotheses}) > 3
+    (tmp_path / "hypotheses").write_text("".join(f"{text}\n" for text in hypotheses), encoding="utf-8")
+    (tmp_path / "references").write_text("".join(f"{pair['target']}\n" for pair in pairs), encoding="utf-8")
+    command = [sys.executable, "-m", "sacrebleu", str(tmp_path / "references"), "-i", str(tmp_path / "hypotheses")]
+    result = subprocess.run(
+        [*command, "-m", "bleu", "chrf", "-b", "-w", "8"], capture_output=True, text=True, check=True
+    )
+    bleu, chrf = json.loads(result.stdout) if result.stdout.startswith("[") else map(float, result.stdout.split())
+    assert metrics["eval_bleu"] == pytest.approx(bleu, abs=1e-6)
+    assert metrics["eval_chrf"] == pytest.approx(chrf, abs=1e-6)
+
+
+def test_predict_gives_every_segment_and_its_metrics(tmp_path, tiny_tokenizer, translator):
+    model, dataset, pairs = translator
+    trainer = evaluator(tmp_path, translator, tiny_tokenizer, tokens_per_batch=60)
+    evaluated = trainer.evaluate()
+    output = trainer.predict(dataset)
+    assert output.predictions.shape[0] == output.label_ids.shape[0] == len(dataset)
+    for name in ("loss", "bleu", "chrf"):
+        assert output.metrics[f"test_{name}"] == pytest.approx(evaluated[f"eval_{name}"], abs=1e-6)
+    texts = [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in unpadded(output.predictions)]
+    assert texts == alone(model, tiny_tokenizer, [pair["source"] for pair in pairs], num_beams=1)
+
+
+def test_predict_works_without_labels(tmp_path, tiny_tokenizer, translator):
+    _, dataset, _ = translator
+    trainer = evaluator(tmp_path, translator, tiny_tokenizer)
+    with_labels = trainer.predict(dataset).predictions
+    output = trainer.predict(dataset.remove_columns("labels"))
+    assert output.label_ids is None
+    assert "test_loss" not in output.metrics
+    assert unpadded(output.predictions, PAD) == unpadded(with_labels, PAD)
+
+
+def test_the_users_metrics_without_generation_see_the_logits(tmp_path, tiny_tokenizer, translator):
+    """As with the stock trainer; predictions of unlike lengths are filled up with -100."""
+    model, dataset, _ = translator
+
+    def accuracy(prediction):
+        kept = prediction.label_ids != -100
+        return {"accuracy": float((prediction.predictions.argmax(-1)[kept] == prediction.label_ids[kept]).mean())}
+
+    trainer = evaluator(
+        tmp_path,
+        translator,
+        tiny_tokenizer,
+        predict_with_generate=False,
+        tokens_per_batch=60,
+        options={"compute_metrics": accuracy},
+    )
+    hits = []
+    for row in dataset:
+        logits = model(
+            input_ids=torch.tensor([row["input_ids"]]), decoder_input_ids=torch.tensor([[BOS, *row["labels"][:-1]]])
+        ).logits[0]
+        hits.extend((logits.argmax(-1) == torch.tensor(row["labels"])).tolist())
+    assert sum(hits) > 0
+    assert trainer.evaluate()["eval_accuracy"] == pytest.approx(np.mean(hits))
+
+
+def test_several_evaluation_sets_are_told_apart(tmp_path, tiny_tokenizer, translator):
+    model, dataset, _ = translator
+    halves = {"first": dataset.select(range(5)), "second": dataset.select(range(5, 10))}
+    trainer = evaluator(tmp_path, (model, halves, None), tiny_tokenizer)
+    metrics = trainer.evaluate()
+    for name, half in halves.items():
+        assert metrics[f"eval_{name}_loss"] == pytest.approx(token_losses(model, half).mean().item(), abs=1e-5)
+        assert f"eval_{name}_bleu" in metrics
+
+
+def test_an_evaluation_set_with_unlabelled_rows_is_a_mean_over_the_rest(tmp_path, tiny_tokenizer, translator):
+    """B041."""
+    model, dataset, _ = translator
+    mixed = Dataset.from_list([*dataset.select(range(6)), *without_labels(dataset.select(range(6, 10)))])
+    for batching in BATCHINGS:
+        trainer = evaluator(tmp_path, (model, mixed, None), tiny_tokenizer, predict_with_generate=False, **batching)
+        expected = token_losses(model, dataset.select(range(6))).mean().item()
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def given_settings(model, monkeypatch) -> list[tuple[int, int]]:
+    """Beams and longest output of each call of generate()."""
+    calls = []
+    generate = type(model).generate
+
+    def note(self, *args, **kwargs):
+        rows = generate(self, *args, **kwargs)
+        calls.append((kwargs.get("num_beams"), rows.shape[1]))
+        return rows
+
+    monkeypatch.setattr(type(model), "generate", note)
+    return calls
+
+
+def endless_translator(tokenizer):
+    """A model that never ends a sentence by itself, and two sentences of unlike length."""
+    model = varied_model(tokenizer)
+    with torch.no_grad():
+        model.lm_head.bias.copy_(output_bias(tokenizer, end=-1e4))
+    model.generation_config.max_new_tokens_over_source = 50
+    pairs = Dataset.from_list(
+        [{"source": "A dog.", "target": "Ein Hund."}, dict(zip(("source", "target"), TINY_CORPUS[0], strict=True))]
+    )
+    return model, tokenize_pairs(pairs, tokenizer)[0], pairs
+
+
+def test_settings_of_generation_come_from_the_call_then_from_the_arguments_then_from_the_model(
+    tmp_path, tiny_tokenizer, monkeypatch
+):
+    """Longest output: the start token and what was generated."""
+    endless = endless_translator(tiny_tokenizer)
+    longest_source = max(len(row["input_ids"]) for row in endless[1])
+    calls = given_settings(endless[0], monkeypatch)
+    trainer = evaluator(tmp_path, endless, tiny_tokenizer, generation_num_beams=2, generation_max_length=9)
+    trainer.evaluate()
+    trainer.evaluate(num_beams=3, max_new_tokens=4)
+    trainer.predict(endless[1], max_length=6)
+    assert calls == [(2, 9), (3, 5), (2, 6)]
+    calls.clear()
+    trainer = evaluator(tmp_path, endless, tiny_tokenizer, generation_num_beams=None)
+    endless[0].generation_config.num_beams = 1
+    endless[0].generation_config.early_stopping = False
+    trainer.evaluate()
+    assert calls == [(None, 1 + longest_source + 50)]
+
+
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer])
+def test_evaluation_leaves_the_models_decoding_as_it_was(tmp_path, tiny_tokenizer, cls):
+    """Seq2SeqTrainer writes max_length=20 into the model's settings; the limit stays source + 50 for each row."""
+    endless = endless_translator(tiny_tokenizer)
+    model, dataset, _ = endless
+    before = [model.generate(torch.tensor([row["input_ids"]])) for row in dataset]
+    assert [ids.shape[1] for ids in before] == [1 + len(row["input_ids"]) + 50 for row in dataset]
+    options = {} if cls is VanillaTransformerTrainer else {"data_collator": TranslationCollator(PAD)}
+    trainer = evaluator(tmp_path, endless, tiny_tokenizer, cls, options=options)
+    trainer.evaluate()
+    trainer.predict(dataset)
+    for row, expected in zip(dataset, before, strict=True):
+        assert torch.equal(model.generate(torch.tensor([row["input_ids"]])), expected)
+    trainer.save_model(str(tmp_path / "saved"))
+    reloaded = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    for row, expected in zip(dataset, before, strict=True):
+        assert torch.equal(reloaded.generate(torch.tensor([row["input_ids"]])), expected)
+
+
+def test_the_stock_seq2seq_trainer_evaluates_with_our_metrics(tmp_path, tiny_tokenizer, translator):
+    """B042: batches whose outputs differ in length, the last batch smaller."""
+    from vanilla_transformer.evaluation import compute_metrics_for
+
+    model, _, _ = translator
+    ours = evaluator(tmp_path, translator, tiny_tokenizer).evaluate()
+    stock = evaluator(
+        tmp_path,
+        translator,
+        tiny_tokenizer,
+        Seq2SeqTrainer,
+        per_device_eval_batch_size=3,
+        options={"data_collator": TranslationCollator(PAD), "compute_metrics": compute_metrics_for(tiny_tokenizer)},
+    ).evaluate()
+    for name in ("eval_bleu", "eval_chrf", "eval_generated_length"):
+        assert stock[name] == pytest.approx(ours[name], abs=1e-6)
+
+
+def test_evaluation_draws_no_random_numbers_that_training_would_miss(tmp_path):
+    """A run that evaluates on the way ends with the weights of one that does not (dropout 0.1)."""
+    ends = []
+    for settings in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
+        torch.manual_seed(0)
+        model = small_model(dropout=0.1, std=0.1)
+        VanillaTransformerTrainer(
+            model,
+            arguments(tmp_path, max_steps=4, warmup_steps=4, tokens_per_batch=40, **settings),
+            train_dataset=random_pairs(MANY),
+            eval_dataset=random_pairs(MANY[:5]),
+        ).train()
+        ends.append(model)
+    same_weights(*ends, rtol=0, atol=0)
+
+
+def test_training_goes_on_in_training_mode_after_an_evaluation(tmp_path, tiny_tokenizer, translator):
+    model, dataset, _ = translator
+    trainer = evaluator(tmp_path, translator, tiny_tokenizer)
+    for mode in (True, False):
+        model.train(mode)
+        trainer.evaluate()
+        assert model.training is mode
+
+
+def test_the_log_tells_target_tokens_a_second(tmp_path, monkeypatch):
+    """Counted by hand: every token of the epoch in ten seconds of a clock of our own."""
+    now = [100.0]
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            now[0] += 10
+
+    dataset = random_pairs(MANY)
+    trainer = VanillaTransformerTrainer(
+        small_model(),
+        arguments(tmp_path, num_train_epochs=1, tokens_per_batch=1000, gradient_accumulation_steps=2),
+        train_dataset=dataset,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+    expected = sum(len(row["labels"]) for row in dataset) / 10
+    assert logged(trainer, "target_tokens_per_second") == [pytest.approx(expected, abs=0.05)]
+
+
+# --- Resuming --------------------------------------------------------------------------------------------------------
+
+
+RESUME = {
+    "max_steps": 12,
+    "save_strategy": "steps",
+    "save_steps": 5,
+    "tokens_per_batch": 40,
+    "gradient_accumulation_steps": 2,
+    "warmup_steps": 4,
+}
+
+
+def resumable(folder: Path, seed: int = 0, **settings):
+    torch.manual_seed(seed)
+    model = small_model(dropout=0.1, std=0.1, seed=seed)
+    trainer = VanillaTransformerTrainer(
+        model, arguments(folder, **{**RESUME, **settings}), train_dataset=random_pairs(MANY * 2)
+    )
+    return model, trainer
+
+
+@pytest.mark.parametrize("checkpoint", [5, 10])
+def test_a_resumed_run_is_bit_identical_with_an_undisturbed_one(tmp_path, checkpoint):
+    """B045: in mid-epoch, dropout 0.1, token batches, accumulation 2; losses, rates and weights."""
+    whole, undisturbed = resumable(tmp_path)
+    undisturbed.train()
+    updates_per_epoch = round(undisturbed.state.global_step / undisturbed.state.epoch)
+    assert checkpoint % updates_per_epoch != 0
+    assert checkpoint == 5 or checkpoint > updates_per_epoch  # one in the first epoch, one in a later
+    model, trainer = resumable(tmp_path, seed=5)
+    trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}"))
+    assert trainer.state.global_step == 12
+    for name in ("loss", "learning_rate"):
+        assert logged(trainer, name) == logged(undisturbed, name)
+    same_weights(model, whole, rtol=0, atol=0)
+    held = {path.name for path in (tmp_path / f"checkpoint-{checkpoint}").iterdir()}
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "model.safetensors"} <= held
+
+
+def test_a_run_resumed_at_the_end_of_an_epoch_is_bit_identical(tmp_path):
+    whole, undisturbed = resumable(tmp_path, save_strategy="epoch")
+    undisturbed.train()
+    first = min(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    model, trainer = resumable(tmp_path, seed=5, save_strategy="epoch")
+    trainer.train(resume_from_checkpoint=str(first))
+    assert logged(trainer, "loss") == logged(undisturbed, "loss")
+    same_weights(model, whole, rtol=0, atol=0)
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
+    whole, undisturbed = resumable(tmp_path)
+    undisturbed.train()
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-12")
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"epoch": 1.')
+    (tmp_path / "checkpoint-10" / "trainer_state.json").unlink()
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
+    model, trainer = resumable(tmp_path, seed=5)
+    trainer.train(resume_from_checkpoint=True)
+    assert logged(trainer, "loss") == logged(undisturbed, "loss")
+    same_weights(model, whole, rtol=0, atol=0)
+
+
+def test_there_is_no_last_checkpoint_in_an_empty_or_missing_folder(tmp_path):
+    assert last_whole_checkpoint(tmp_path) is None
+    assert last_whole_checkpoint(tmp_path / "missing") is None
+
+
+RESUME_SCRIPT = """
+import json, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import conftest, torch
+from test_training import logged, resumable
+torch.set_num_threads(1)
+folder, checkpoint, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+model, trainer = resumable(folder, seed=0 if checkpoint == "none" else 5, dataloader_num_workers=workers)
+trainer.train(resume_from_checkpoint=None if checkpoint == "none" else str(folder / checkpoint))
+torch.save(model.state_dict(), sys.argv[4])
+print("RESULT", json.dumps([logged(trainer, "loss"), logged(trainer, "learning_rate")]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_resumed_in_a_new_process_is_bit_identical(tmp_path, workers):
+    """B045."""
+    script = tmp_path / "run.py"
+    script.write_text(RESUME_SCRIPT.format(tests=str(Path(__file__).parent)))
+    results, weights = [], []
+    for checkpoint in ("none", "checkpoint-5"):
+        output = tmp_path / f"weights-{checkpoint}.pt"
+        command = [sys.executable, str(script), str(tmp_path / "run"), checkpoint, str(workers), str(output)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        results.append(next(line for line in result.stdout.splitlines() if line.startswith("RESULT")))
+        weights.append(torch.load(output, weights_only=True))
+    assert results[0] == results[1]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+# --- Best model, early stopping --------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Metrics with a BLEU by script, and a note of the weights at each evaluation."""
+
+    def __init__(self, model, scores: list[float]):
+        self.model = model
+        self.scores = iter(scores)
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def __call__(self, prediction):
+        self.weights.append(copy.deepcopy(self.model.state_dict()))
+        return {"bleu": next(self.scores)}
+
+
+def scripted_run(folder: Path, scores: list[float], callbacks=(), **settings):
+    model = small_model()
+    model.generation_config.max_new_tokens_over_source = 2
+    metrics = Scripted(model, scores)
+    trainer = VanillaTransformerTrainer(
+        model,
+        arguments(
+            folder,
+            **{
+                "max_steps": len(scores),
+                "warmup_steps": 4,
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "save_strategy": "steps",
+                "save_steps": 1,
+                "save_total_limit": 1,
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "bleu",
+                "greater_is_better": True,
+                "generation_num_beams": 1,
+                **settings,
+            },
+        ),
+        train_dataset=random_pairs(MANY),
+        eval_dataset=random_pairs(MANY[:3]),
+        compute_metrics=metrics,
+        callbacks=list(callbacks),
+    )
+    trainer.train()
+    return model, trainer, metrics
+
+
+def test_the_model_with_the_best_bleu_is_kept(tmp_path, caplog):
+    """And loading it does not warn of tied matrices that a checkpoint holds once."""
+    transformers_logger = logging.getLogger("transformers")
+    transformers_logger.addHandler(caplog.handler)
+    try:
+        model, trainer, metrics = scripted_run(tmp_path, [10.0, 30.0, 20.0, 25.0])
+    finally:
+        transformers_logger.removeHandler(caplog.handler)
+    assert trainer.state.best_metric == 30.0
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, metrics.weights[1][name]), name
+        if "norm" not in name:
+            assert not torch.equal(value, metrics.weights[3][name]), name
+    assert model.lm_head.weight is model.model.shared.weight
+    assert "missing keys" not in caplog.text
+    trainer.save_model(str(tmp_path / "best"))
+    same_weights(VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path / "best"), model, rtol=0, atol=0)
+
+
+def test_missing_weights_that_are_not_tied_are_still_reported(tmp_path, caplog):
+    trainer = VanillaTransformerTrainer(small_model(), arguments(tmp_path))
+    state = dict(trainer.model.state_dict())
+    del state["lm_head.weight"], state["model.decoder.layers.0.feed_forward.fc1.weight"]
+    transformers_logger = logging.getLogger("transformers")
+    transformers_logger.addHandler(caplog.handler)
+    try:
+        trainer._issue_warnings_after_load(trainer.model.load_state_dict(state, strict=False))
+    finally:
+        transformers_logger.removeHandler(caplog.handler)
+    assert "feed_forward.fc1.weight" in caplog.text
+    assert "lm_head" not in caplog.text
+
+
+def test_training_stops_early_where_bleu_no_longer_rises(tmp_path):
+    _, trainer, metrics = scripted_run(
+        tmp_path, [10.0, 20.0, 15.0, 12.0, 99.0, 99.0], [EarlyStoppingCallback(early_stopping_patience=2)]
+    )
+    assert trainer.state.global_step == 4
+    assert trainer.state.best_metric == 20.0
+
+
+# --- It learns -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Trainer])
+def test_a_few_pairs_are_learnt_by_heart_end_of_sentence_included(tmp_path, cls):
+    """B036 and B044: greedy and beam decoding give the targets exactly, first token to EOS."""
+    dataset = random_pairs([(4, 3), (6, 7), (3, 5), (7, 11)])
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(small_model(d_model=32, d_ff=64, dropout=0.0).config)
+    common = {"max_steps": 120, "learning_rate": 0.005, "logging_steps": 60}
+    if cls is Trainer:
+        args = arguments(tmp_path, TrainingArguments, **common)
+        trainer = cls(model, args, train_dataset=dataset, data_collator=TranslationCollator(PAD))
+    else:
+        trainer = cls(model, arguments(tmp_path, warmup_steps=20, **common), train_dataset=dataset)
+    trainer.train()
+    model.eval()
+    batch = collated(dataset)
+    for beams in (1, 4):
+        settings = {"num_beams": beams, "max_new_tokens": 64}
+        if beams == 1:
+            settings |= {"early_stopping": False}
+        rows = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **settings).tolist()
+        for row, pair in zip(rows, dataset, strict=True):
+            target = [BOS, *pair["labels"]]
+            assert row[: len(target)] == target
+            assert set(row[len(target) :]) <= {PAD}
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_freed_memory_is_kept_only_where_there_is_glibc(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(training.ctypes, "CDLL", lambda name: loaded.append(name) or object())
+    monkeypatch.setattr(training.sys, "platform", "darwin")
+    keep_freed_memory()
+    assert loaded == []
+    monkeypatch.setattr(training.sys, "platform", "linux")
+    keep_freed_memory()  # a C library without mallopt, as musl's: nothing happens
+    assert loaded == [None]
+
+
+@pytest.mark.parametrize("device, calls", [("cpu", 1), ("meta", 0)])
+def test_freed_memory_is_kept_only_for_training_on_a_processor(tmp_path, monkeypatch, device, calls):
+    called = []
+    monkeypatch.setattr(training, "keep_freed_memory", lambda: called.append(1))
+    monkeypatch.setattr(Seq2SeqTrainer, "train", lambda self, *args, **kwargs: None)
+    trainer = VanillaTransformerTrainer(small_model(), arguments(tmp_path))
+    monkeypatch.setattr(type(trainer.args), "device", torch.device(device))
+    trainer.train()
+    assert len(called) == calls
+
+
+# --- Several processes -----------------------------------------------------------------------------------------------
+
+
+PREDICT_SCRIPT = """
+import json, os, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import conftest, torch
+from small_models import small_model
+from test_training import MANY, QUIET, random_pairs
+from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
+torch.set_num_threads(1)
+model = small_model()
+model.generation_config.max_new_tokens_over_source = 3
+args = VanillaTransformerTrainingArguments(
+    output_dir=sys.argv[1], generation_num_beams=1, tokens_per_batch=int(sys.argv[2]), **QUIET
+)
+trainer = VanillaTransformerTrainer(
+    model, args, compute_metrics=lambda prediction: {{"segments": len(prediction.predictions)}}
+)
+output = trainer.predict(random_pairs(MANY[:5]))
+if trainer.is_world_process_zero():
+    rows = [[t for t in row if t not in (-100, 1)] for row in output.predictions.tolist()]
+    labels = [[t for t in row if t != -100] for row in output.label_ids.tolist()]
+    print("RESULT", json.dumps([trainer.args.world_size, rows, labels, output.metrics["test_loss"],
+          output.metrics["test_segments"]]))
+"""
+
+
+def launch(processes: int, arguments: list[str]) -> str:
+    """Runs a script in one process, or in several under torchrun on this machine; returns its standard output."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [*launcher, *arguments], capture_output=True, text=True, timeout=500, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens_per_batch", [14, 4096])
+def test_two_processes_evaluate_every_segment_once(tmp_path, tokens_per_batch):
+    """Five segments; in one batch for all, a process has none at all."""
+    script = tmp_path / "predict.py"
+    script.write_text(PREDICT_SCRIPT.format(tests=str(Path(__file__).parent)))
+    results = []
+    for processes in (1, 2):
+        output = launch(processes, [str(script), str(tmp_path / "out"), str(tokens_per_batch)])
+        line = next(line for line in output.splitlines() if line.startswith("RESULT"))
+        results.append(json.loads(line.removeprefix("RESULT ")))
+    assert [result[0] for result in results] == [1, 2]
+    assert results[1][1:3] == results[0][1:3]
+    assert results[1][3] == pytest.approx(results[0][3], abs=1e-6)
+    assert results[0][4] == results[1][4] == 5
+    assert results[0][2] == [row["labels"] for row in random_pairs(MANY[:5])]
