@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 from vanilla_transformer.tokenization import train_tokenizer  # noqa: E402
 
 
-torch.set_num_threads(2)
+# One thread: on tensors as small as the tests', a second one only costs waiting, and much of it on a busy machine.
+torch.set_num_threads(1)
 
 TINY_CORPUS = [
     ("The red train leaves at seven.", "Der rote Zug fährt um sieben ab."),

@@ -530,12 +530,15 @@ def test_decoding_goes_on_past_max_position_embeddings(use_cache):
     torch.testing.assert_close(torch.stack(output.logits, dim=1).double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
 @pytest.mark.parametrize("num_beams", [1, 4])
-def test_learned_positions_end_with_an_error_that_names_the_limit(num_beams):
+def test_learned_positions_end_with_an_error_that_names_the_limit(num_beams, cache_implementation):
     model = small_model(position_embedding="learned", max_position_embeddings=16)
-    assert model.generate(torch.tensor([[5, 9, 2]]), max_new_tokens=15, num_beams=num_beams, **NO_END).shape == (1, 16)
+    source = torch.tensor([[5, 9, 2]])
+    common = {"num_beams": num_beams, "cache_implementation": cache_implementation, **NO_END}
+    assert model.generate(source, max_new_tokens=15, **common).shape == (1, 16)
     with pytest.raises(ValueError, match="max_position_embeddings"):
-        model.generate(torch.tensor([[5, 9, 2]]), max_new_tokens=20, num_beams=num_beams, **NO_END)
+        model.generate(source, max_new_tokens=20, **common)
 
 
 @pytest.mark.parametrize(

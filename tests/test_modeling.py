@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModel, AutoModelForSeq2SeqLM, EncoderDecoderCache, StaticCache
+from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
@@ -85,10 +85,10 @@ def loss_and_gradients(model: nn.Module, batch: dict, **kwargs) -> tuple[torch.T
 
 
 def assert_same_gradients(given: dict, expected: dict, tolerance: float = 1e-5) -> None:
-    """Gradients agree relative to the largest entry of each."""
+    """The largest difference is at most tolerance times the largest entry of all gradients."""
     assert given.keys() == expected.keys()
+    scale = max([1e-3, *(gradient.abs().max().item() for gradient in expected.values())])
     for name, gradient in expected.items():
-        scale = max(1.0, gradient.abs().max().item())
         difference = (given[name].double() - gradient.double()).abs().max().item()
         assert difference <= tolerance * scale, f"{name}: {difference} of {scale}"
 
@@ -614,6 +614,20 @@ def test_a_static_cache_serves_a_shorter_source_then_a_longer_one(attention):
                 layer.values.fill_(1e3)
 
 
+def test_a_plain_cache_serves_too():
+    model = small_model()
+    decoder_input_ids = words(2, 5)
+    encoder_outputs = model.get_encoder()(words(2, 6))
+    common = {"encoder_outputs": encoder_outputs, "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    full = model(**common, decoder_input_ids=decoder_input_ids).logits
+    cache, logits = DynamicCache(config=model.config), []
+    for step in (slice(0, 1), slice(1, 2), slice(2, 5)):
+        outputs = model(**common, decoder_input_ids=decoder_input_ids[:, step], cache=cache, use_cache=True)
+        cache = cache_of(outputs)
+        logits.append(outputs.logits)
+    assert_close(torch.cat(logits, dim=1), full)
+
+
 def test_the_old_name_of_the_cache_is_accepted():
     model = small_model()
     input_ids, decoder_input_ids = words(2, 5), words(2, 4)
@@ -775,6 +789,19 @@ def test_three_matrices_of_section_3_4_are_one_tensor_at_every_stage(tmp_path):
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - the file is no dict
     assert shapes.count([31, 16]) == 1
+
+
+def test_a_new_input_embedding_takes_all_three_places():
+    model = small_model()
+    new = nn.Embedding(23, 16, padding_idx=1)
+    model.set_input_embeddings(new)
+    model.tie_weights()
+    assert {matrix.data_ptr() for matrix in three_matrices(model)} == {new.weight.data_ptr()}
+    untied = small_model(tie_word_embeddings=False)
+    others = [matrix.data_ptr() for matrix in three_matrices(untied)[1:]]
+    untied.set_input_embeddings(new)
+    untied.tie_weights()
+    assert [matrix.data_ptr() for matrix in three_matrices(untied)] == [new.weight.data_ptr(), *others]
 
 
 def test_matrices_are_three_on_request_and_stay_three(tmp_path):
@@ -999,6 +1026,26 @@ def test_gradients_of_the_fused_loss_are_right_whatever_the_number_of_words(rows
     assert_same_gradients(fused, gradients(model))
 
 
+@pytest.mark.parametrize("tokens", [60, 139, 210])
+def test_gradients_of_the_fused_loss_are_right_for_a_vocabulary_too_large_to_hold_all_logits_at_once(tokens):
+    overrides = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "d_model": 8,
+        "d_ff": 8,
+        "num_heads": 1,
+        "output_bias": True,
+    }
+    model = small_model(std=0.4, vocab_size=30_011, **overrides).train()
+    batch = {"input_ids": words(1, 4), "labels": words(1, tokens, vocab_size=30_011)}
+    fused_loss, fused = loss_and_gradients(model, batch)
+    model.zero_grad(set_to_none=True)
+    loss = plain_loss(model, batch, 0.1)
+    loss.backward()
+    assert_close(fused_loss, loss)
+    assert_same_gradients(fused, gradients(model))
+
+
 def test_a_factor_on_the_fused_loss_reaches_the_gradients():
     model = small_model().train()
     batch = training_batch()
@@ -1169,6 +1216,47 @@ def test_dropout_of_each_sublayer_output_keeps_and_scales_as_it_says(sublayer):
     deviation = math.sqrt(rate * (1 - rate) / kept.numel())
     assert abs(kept.double().mean().item() - (1 - rate)) < 5 * deviation
     assert_close(added[kept], torch.full_like(added[kept], 3 / (1 - rate)), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "side,sublayer",
+    [
+        ("encoder", "self_attention"),
+        ("encoder", "feed_forward"),
+        ("decoder", "self_attention"),
+        ("decoder", "cross_attention"),
+        ("decoder", "feed_forward"),
+    ],
+)
+def test_what_each_norm_of_the_paper_sees_is_x_plus_the_dropped_out_sublayer(side, sublayer):
+    rate = 0.4
+    model = small_model(dropout=rate, d_model=64, attention_bias=True, encoder_layers=1, decoder_layers=1)
+    layer = model.get_submodule(f"model.{side}.layers.0")
+    order = [name for name, _ in layer.named_children() if not name.endswith("_norm")]
+    with torch.no_grad():  # every sub-layer gives nothing but the constant 3 where it is looked at
+        for name in order:
+            last = layer.get_submodule(name).fc2 if name == "feed_forward" else layer.get_submodule(name).out_proj
+            last.weight.zero_()
+            last.bias.fill_(3.0 if name == sublayer else 0.0)
+    seen, given = {}, {}
+    for name in order:
+        norm = layer.get_submodule(f"{name}_norm")
+        norm.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].detach()}))
+        norm.register_forward_hook(lambda _, args, output, name=name: given.update({name: output.detach()}))
+    torch.manual_seed(1)
+    ids = words(20, 40)
+    outputs = model.train()(input_ids=ids, decoder_input_ids=ids, output_hidden_states=True)
+    x = outputs[f"{side}_hidden_states"][0].detach()
+    for name in order:
+        added = seen[name] - x
+        if name == sublayer:
+            kept = added.abs() > 1e-3
+            deviation = math.sqrt(rate * (1 - rate) / kept.numel())
+            assert abs(kept.double().mean().item() - (1 - rate)) < 5 * deviation
+            assert_close(added[kept], torch.full_like(added[kept], 3 / (1 - rate)), 1e-4)
+        else:
+            assert_close(added, torch.zeros_like(added))
+        x = given[name]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

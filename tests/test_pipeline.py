@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -216,7 +217,7 @@ def test_a_folder_and_a_task_with_languages_do_as_well(folder, expected):
     assert by_folder(SOURCES) == records(expected)
     by_languages = pipeline("translation_en_to_de", model=folder, device="cpu")
     assert by_languages.task == "translation_en_to_de"
-    assert by_languages(SOURCES[:2]) == records(expected[:2])
+    assert by_languages(SOURCES[1]) == records(expected[1:2])
 
 
 def test_another_familys_model_is_translated_with(tiny_tokenizer, tmp_path):
@@ -318,7 +319,8 @@ def test_other_tasks_work_as_before(tiny_tokenizer):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     other = GPT2LMHeadModel(GPT2Config(vocab_size=len(tiny_tokenizer), n_embd=8, n_layer=1, n_head=1, n_positions=32))
-    (record,) = pipeline("text-generation", model=other, tokenizer=tiny_tokenizer)("a", max_new_tokens=2)
+    tokenizer = copy.deepcopy(tiny_tokenizer)  # this task changes its padding side
+    (record,) = pipeline("text-generation", model=other, tokenizer=tokenizer)("a", max_new_tokens=2)
     assert list(record) == ["generated_text"]
 
 

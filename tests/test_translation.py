@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import logging
 import math
@@ -54,6 +55,14 @@ def test_each_line_is_translated_as_if_alone(tiny_tokenizer, make, settings):
     assert len(set(expected)) >= 4
     for options in ({}, {"window": 4, "tokens_per_batch": 120}):
         assert first_texts(model, tiny_tokenizer, SOURCES, **options, **settings) == expected
+
+
+def test_the_padding_side_of_the_tokenizer_changes_nothing(tiny_tokenizer):
+    """A text-generation pipeline sets it to the left; encoders with positions of the usual kind need the right."""
+    expected = first_texts(varied_marian(tiny_tokenizer), tiny_tokenizer, SOURCES, num_beams=1)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.padding_side = "left"
+    assert first_texts(varied_marian(tiny_tokenizer), tokenizer, SOURCES, num_beams=1) == expected
 
 
 def test_line_i_of_the_output_belongs_to_line_i_of_the_input(tiny_tokenizer):
@@ -294,28 +303,28 @@ class Bomb:
 @pytest.mark.parametrize("with_safetensors", [True, False])
 @pytest.mark.parametrize("with_own_check", [True, False])
 def test_nothing_is_ever_unpickled(folder, tmp_path, monkeypatch, with_safetensors, with_own_check):
-    """Neither where our own look at the folder stops it, nor (as with a repository of the Hub) where only loading can."""
+    """Neither where our own look at the folder stops it, nor where only loading can (a repository of the Hub)."""
     if not with_own_check:
         monkeypatch.setattr(translation, "_require_model_folder", lambda folder: None)
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
     marker = tmp_path / "marker"
     for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin"):
-        (copy / name).write_bytes(pickle.dumps(Bomb(marker)))
+        (path / name).write_bytes(pickle.dumps(Bomb(marker)))
     if with_safetensors:
-        model, _ = load_translator(str(copy))
+        model, _ = load_translator(str(path))
         expected, _ = load_translator(str(folder))
         for name, tensor in expected.state_dict().items():
             assert torch.equal(model.state_dict()[name], tensor)
     else:
-        (copy / "model.safetensors").unlink()
+        (path / "model.safetensors").unlink()
         message = (
             r"no safetensors .* only optimizer.pt, pytorch_model.bin"
             if with_own_check
             else r"no file named model.safe"
         )
         with pytest.raises((ValueError, OSError), match=message):
-            load_translator(str(copy))
+            load_translator(str(path))
     assert not marker.exists()
 
 

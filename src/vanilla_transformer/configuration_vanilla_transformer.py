@@ -5,6 +5,7 @@ transformers.
 Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3 and 6.2 (Table 3).
 """
 
+import copy
 import functools
 import sys
 from typing import Any
@@ -282,8 +283,9 @@ class VanillaTransformerConfig(PretrainedConfig):
         pipelines = sys.modules.get("transformers.pipelines")
         registry = getattr(pipelines, "PIPELINE_REGISTRY", None)
         if registry is not None and "translation" in registry.supported_tasks:
-            return dict(self._extra_custom_pipelines)
-        return {**CUSTOM_PIPELINES, **self._extra_custom_pipelines}
+            return copy.deepcopy(self._extra_custom_pipelines)
+        # A copy, since pipeline() writes classes into what it gets.
+        return copy.deepcopy({**CUSTOM_PIPELINES, **self._extra_custom_pipelines})
 
     @custom_pipelines.setter
     def custom_pipelines(self, value: dict[str, Any] | None) -> None:
@@ -295,7 +297,7 @@ class VanillaTransformerConfig(PretrainedConfig):
         output = super().to_dict()
         output.pop("_moved_generation_settings", None)
         extra = output.pop("_extra_custom_pipelines", None) or {}
-        output["custom_pipelines"] = {**CUSTOM_PIPELINES, **extra}
+        output["custom_pipelines"] = copy.deepcopy({**CUSTOM_PIPELINES, **extra})
         return output
 
     @classmethod

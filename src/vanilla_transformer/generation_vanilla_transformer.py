@@ -167,6 +167,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             limits = source_lengths + over_source
             # The longest row's limit bounds the call; each row's own limit is a criterion of its own.
             prompt_length = self._decoder_prompt_length(kwargs, setting("decoder_start_token_id"))
+            if self.config.position_embedding == "learned":  # the last token generated needs no position
+                limits = limits.clamp(max=max(1, self.config.max_position_embeddings - prompt_length + 1))
             settle("max_length", prompt_length + int(limits.max()))
             settle("max_new_tokens", None)
             if int(limits.min()) < int(limits.max()):

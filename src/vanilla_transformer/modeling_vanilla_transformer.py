@@ -183,16 +183,18 @@ class MultiHeadAttention(nn.Module):
         """`(batch, length, num_heads * width)` to `(batch, num_heads, length, width)`."""
         return x.view(x.shape[0], x.shape[1], self.num_heads, -1).transpose(1, 2)
 
-    def project_keys_and_values(self, states: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def project_keys_and_values(
+        self, states: torch.Tensor, cache: EncoderDecoderCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """K W^K and V W^V, split into heads; from the cache where they are known already.
 
         Args:
             states (`torch.Tensor` of shape `(batch, length, d_model)`): The new positions, or the encoder's output.
-            cache (`Cache`, *optional*): Keys and values of earlier steps; cross-attention fills its part only once.
+            cache (`EncoderDecoderCache`, *optional*): Keys and values of earlier steps; cross-attention fills its part
+                only once.
         """
-        if not isinstance(cache, EncoderDecoderCache):
-            key, value = self.split_heads(self.k_proj(states)), self.split_heads(self.v_proj(states))
-            return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+        if cache is None:
+            return self.split_heads(self.k_proj(states)), self.split_heads(self.v_proj(states))
         part = cache.cross_attention_cache if self.is_cross_attention else cache.self_attention_cache
         if self.is_cross_attention and cache.is_updated.get(self.layer_idx):
             layer: Any = part.layers[self.layer_idx]
@@ -208,7 +210,7 @@ class MultiHeadAttention(nn.Module):
         query_states: torch.Tensor,
         key_value_states: torch.Tensor,
         mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
+        cache: EncoderDecoderCache | None = None,
         output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -218,7 +220,7 @@ class MultiHeadAttention(nn.Module):
             query_states (`torch.Tensor` of shape `(batch, target_length, d_model)`): What asks.
             key_value_states (`torch.Tensor` of shape `(batch, source_length, d_model)`): What is attended to.
             mask (`torch.Tensor`, *optional*): See `scaled_dot_product_attention` and `fast_mask`.
-            cache (`Cache`, *optional*): Keys and values of earlier steps.
+            cache (`EncoderDecoderCache`, *optional*): Keys and values of earlier steps.
             output_attentions (`bool`, *optional*): True takes the written-out path, which has weights.
 
         Returns:
@@ -304,24 +306,24 @@ class PositionEncoding(nn.Module):
             else None
         )
 
-    def forward(self, positions: torch.Tensor, length: int | None) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Encodings of `positions`, shape `(*positions.shape, d_model)`.
 
         Args:
             positions (`torch.LongTensor` of shape `(batch or 1, length)`): Positions, from 0.
-            length (`int`, *optional*): No position reaches it; None where a static cache hides it.
+            length (`int`): No position reaches it.
 
         Raises:
             ValueError: The table of learned positions is too short.
         """
         if self.embed_positions is not None:
-            if length is not None and length > self.max_positions:
+            if length > self.max_positions:
                 raise ValueError(
                     f"the sequence has {length} tokens but max_position_embeddings={self.max_positions}: learned "
                     "positions end there; shorten the input (truncation=True) or use position_embedding='sinusoidal'."
                 )
             return self.embed_positions(positions)
-        if length is None or length >= positions.numel():
+        if torch.compiler.is_compiling() or length >= positions.numel():
             return sinusoidal_encoding(positions, self.d_model)
         # Fewer positions than tokens: compute each once.
         return sinusoidal_encoding(torch.arange(length, device=positions.device), self.d_model)[positions]
@@ -407,7 +409,7 @@ class VanillaTransformerDecoderLayer(ResidualLayer):
         target_mask: torch.Tensor | None,
         encoder_hidden_states: torch.Tensor | None,
         source_mask: torch.Tensor | None,
-        cache: Cache | None = None,
+        cache: EncoderDecoderCache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Shape `(batch, target_length, d_model)` in and out.
@@ -420,7 +422,7 @@ class VanillaTransformerDecoderLayer(ResidualLayer):
                 encoder's output; None leaves attention to it out.
             source_mask (`torch.Tensor` broadcastable to `(batch, num_heads, target_length, source_length)`,
                 *optional*): Which source tokens are kept.
-            cache (`Cache`, *optional*): Keys and values of earlier steps.
+            cache (`EncoderDecoderCache`, *optional*): Keys and values of earlier steps.
         """
         x = hidden_states
         x = self.add_and_norm(
@@ -480,6 +482,13 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         if decoder is not None and decoder.embed_tokens.weight.shape[0] != self.config.vocab_size:
             decoder.embed_tokens = self._get_resized_embeddings(decoder.embed_tokens, self.config.vocab_size)
         return embeddings
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Opens a saved model, from safetensors alone; see `PreTrainedModel.from_pretrained`."""
+        if kwargs.get("use_safetensors") is None:
+            kwargs["use_safetensors"] = True
+        return super().from_pretrained(*args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Saves weights, configuration, generation settings and the code that opens them.
@@ -552,7 +561,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
         positions: torch.Tensor,
-        length: int | None,
+        length: int,
     ) -> torch.Tensor:
         """Dropout(embedding * sqrt(d_model) + position), shape `(batch, length, d_model)`.
 
@@ -688,15 +697,16 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         """
         check_one_input(input_ids, inputs_embeds, "decoder_")
         if use_cache and cache is None:
-            cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+            cache = DynamicCache(config=self.config)
+        if cache is not None and not isinstance(cache, EncoderDecoderCache):
+            cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
         inputs = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         length = inputs.shape[1]
         past = 0 if cache is None else cache.get_seq_length()
-        if isinstance(cache, EncoderDecoderCache):
+        static_length = static_source_length = None
+        if cache is not None:
             static_length = static_cache_length(cache.self_attention_cache)
             static_source_length = static_cache_length(cache.cross_attention_cache)
-        else:
-            static_length, static_source_length = static_cache_length(cache), None
         given_mask, kept = None, None
         if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
             given_mask = attention_mask.to(inputs.device)  # generate() makes the causal mask itself for static caches
@@ -711,14 +721,14 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             positions = (given_mask[:, 0].sum(dim=-1) - 1).clamp(min=0)
         else:
             positions = index.unsqueeze(0)
-        x = self.embed(input_ids, inputs_embeds, positions, None if static_length is not None else past + length)
+        key_length = past + length if static_length is None else static_length
+        x = self.embed(input_ids, inputs_embeds, positions, key_length)
 
         target_mask: torch.Tensor | None = given_mask
         if given_mask is not None:
             target_mask = self.mask_for_layers(given_mask, x, **kwargs)
         elif length > 1 or static_length is not None or kept is not None:
             # Section 3.2.3: no position attends to a later one.
-            key_length = past + length if static_length is None else static_length
             target_mask = (torch.arange(key_length, device=x.device) <= index[:, None])[None, None]
             if kept is not None:
                 kept = F.pad(kept.to(x.device), (0, key_length - kept.shape[1]), value=True)
@@ -740,8 +750,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         )
 
 
-def static_cache_length(cache: Cache | None) -> int | None:
-    """Slots of a cache whose size is fixed in advance; None for one that grows, or for none."""
+def static_cache_length(cache: Cache) -> int | None:
+    """Slots of a cache whose size is fixed in advance; None for one that grows."""
     layers = getattr(cache, "layers", None)
     return getattr(layers[0], "max_cache_len", None) if layers else None
 

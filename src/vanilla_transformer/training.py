@@ -87,7 +87,7 @@ class VanillaTransformerTrainingArguments(Seq2SeqTrainingArguments):
         default=None,
         metadata={"help": "Peak learning rate; by default (d_model * warmup_steps) ** -0.5, equation (3)."},
     )
-    lr_scheduler_type: str = field(  # type: ignore[assignment]
+    lr_scheduler_type: str = field(
         default="inverse_sqrt", metadata={"help": 'The schedule; "inverse_sqrt" is equation (3) of the paper.'}
     )
     warmup_steps: float = field(default=4000, metadata={"help": "Updates of linear growth of the learning rate."})
@@ -160,6 +160,12 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
     Source: Vaswani et al. 2017, sections 5.1 to 5.4.
     """
 
+    # Declared in the base class for every kind of model, several of them as perhaps None.
+    model: Any
+    args: Any
+    eval_dataset: Any
+    processing_class: Any
+
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, tokens_per_batch: int | None = None, **kwargs: Any
     ):
@@ -204,7 +210,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         warmup_steps = max(1, self.args.get_warmup_steps(num_training_steps))
         peak = learning_rate_at(warmup_steps, 1, warmup_steps)
         self.lr_scheduler = LambdaLR(
-            optimizer if optimizer is not None else self.optimizer,
+            cast(torch.optim.Optimizer, self.optimizer if optimizer is None else optimizer),
             # LambdaLR counts updates done, the equation the update to come.
             lambda done: learning_rate_at(done + 1, 1, warmup_steps) / peak,
         )
@@ -225,8 +231,10 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                 f"{type(self.train_dataset).__name__}; set tokens_per_batch=None for batches of sentences."
             )
         batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
+        source_lengths, target_lengths = lengths_of(self.train_dataset)
         sampler = TokenBatchSampler(
-            *lengths_of(self.train_dataset),
+            source_lengths,
+            target_lengths,
             self.tokens_per_batch,
             multiple_of=batches_per_update,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
@@ -349,8 +357,9 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                     with self.compute_loss_context_manager():
                         outputs = model(**inputs)
                     tokens = int(labels.ne(-100).sum())
-                    total_loss += float(outputs["loss"]) * tokens
-                    total_tokens += tokens
+                    if tokens:  # else some models' loss is 0 / 0
+                        total_loss += float(outputs["loss"]) * tokens
+                        total_tokens += tokens
                     if not generates and not loss_only:
                         logits = outputs["logits"]
                         if self.preprocess_logits_for_metrics is not None:
@@ -373,9 +382,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         labels_array = pad_rows([row for _, _, row in segments])
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions_array is not None and labels_array is not None:
-            metrics = self.compute_metrics(
-                EvalPrediction(predictions=predictions_array, label_ids=cast(np.ndarray, labels_array))
-            )
+            metrics = self.compute_metrics(EvalPrediction(predictions=predictions_array, label_ids=labels_array))
         if total_tokens:
             metrics["loss"] = total_loss / total_tokens
         prefix = f"{metric_key_prefix}_"

@@ -319,13 +319,14 @@ def encode_lines(
 
 
 def pad_rows(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as `input_ids` and `attention_mask` (1 token, 0 padding), both int64 of shape `(rows, longest)`."""
+    """Rows as `input_ids` and `attention_mask` (1 token, 0 padding), both int64 of shape `(rows, longest)`.
+
+    Padded on the right whatever the tokenizer's side: most encoders count positions from the left edge.
+    """
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     # Without a pad token any id will do, for the mask hides it.
-    pad = tokenizer.pad_token_id or 0
-    side = tokenizer.padding_side
-    input_ids = pad_sequence(tensors, batch_first=True, padding_value=pad, padding_side=side)
-    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side=side)
+    input_ids = pad_sequence(tensors, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True)
     return input_ids, mask
 
 
