@@ -8,9 +8,17 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, pipeline
 
+from small_models import small_model, words
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.commands import demo
-from vanilla_transformer.commands.demo import demo_parser, folder_in_the_making, main, readable, score
+from vanilla_transformer.commands.demo import (
+    demo_parser,
+    fastest_thread_count,
+    folder_in_the_making,
+    main,
+    readable,
+    score,
+)
 from vanilla_transformer.corpora import CorpusPart, generate_numbers_corpus
 from vanilla_transformer.translation import translate_lines
 
@@ -141,6 +149,28 @@ def test_bfloat16_is_used_only_where_the_processor_has_it(monkeypatch):
     assert not demo.bfloat16_is_fast()
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert demo.bfloat16_is_fast()
+
+
+def test_the_faster_number_of_threads_is_taken_and_the_model_left_as_it_was(monkeypatch):
+    model = small_model(dropout=0.1)
+    batch = {"input_ids": words(2, 5), "labels": words(2, 4)}
+    now = {1: 0.0, "threads": 4}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now["threads"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: now.update(threads=threads))
+
+    def clock(seconds_of):
+        def perf_counter():
+            now[1] += seconds_of[now["threads"]]
+            return now[1]
+
+        return perf_counter
+
+    for seconds_of, fastest in (({1: 1.0, 4: 5.0}, 1), ({1: 3.0, 4: 2.0}, 4)):
+        monkeypatch.setattr(demo.time, "perf_counter", clock(seconds_of))
+        assert fastest_thread_count(model, batch, repetitions=1) == fastest
+        assert now["threads"] == 4
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.slow

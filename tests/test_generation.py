@@ -470,13 +470,16 @@ def test_encoder_outputs_of_any_form_and_inputs_embeds_give_what_input_ids_give(
     common = {"attention_mask": mask, "num_beams": num_beams, "num_return_sequences": returned}
     expected = model.generate(ids, **common)
     assert expected.shape[0] == 2 * returned
-    for form in ("as_it_is", "tuple", "base"):
+    for form in ("as_it_is", "tuple", "tensor", "base"):
         encoded = model.get_encoder()(ids, attention_mask=mask)
         if form == "tuple":
             encoded = encoded.to_tuple()
+        elif form == "tensor":
+            encoded = encoded.last_hidden_state
         elif form == "base":
             encoded = BaseModelOutput(last_hidden_state=encoded.last_hidden_state)
-        assert torch.equal(model.generate(encoder_outputs=encoded, **common), expected), form
+        for _ in range(2):  # and again: the call leaves the caller's object as it was
+            assert torch.equal(model.generate(encoder_outputs=encoded, **common), expected), form
     embeds = model.get_input_embeddings()(ids)
     assert torch.equal(model.generate(inputs_embeds=embeds, **common), expected)
 
@@ -566,6 +569,26 @@ def test_the_first_decoder_token_of_generate_is_that_of_training(fields, start, 
         first = each.generate(torch.tensor([[5, 9, 2]]), num_beams=1, max_new_tokens=2)[0, 0].item()
         assert first == start == each.config.decoder_start_token_id
         assert each.prepare_decoder_input_ids_from_labels(labels=labels)[0, 0].item() == start
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_attention_weights_of_a_generation_are_returned_on_request(attention):
+    model = translating_model(attention)
+    output = model.generate(
+        torch.tensor([SOURCES[1]]),
+        num_beams=1,
+        max_new_tokens=5,
+        output_attentions=True,
+        return_dict_in_generate=True,
+        **NO_END,
+    )
+    assert len(output.cross_attentions) == 5
+    whole = model(
+        input_ids=torch.tensor([SOURCES[1]]), decoder_input_ids=output.sequences[:, :-1], output_attentions=True
+    )
+    for step, layers in enumerate(output.cross_attentions):
+        for weights, expected in zip(layers, whole.cross_attentions, strict=True):
+            torch.testing.assert_close(weights[0, :, -1], expected[0, :, step], atol=1e-5, rtol=0)
 
 
 def test_sampling_follows_the_seed():

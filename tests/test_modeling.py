@@ -628,6 +628,7 @@ def test_a_plain_cache_serves_too():
     assert_close(torch.cat(logits, dim=1), full)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that newer versions replace
 def test_the_old_name_of_the_cache_is_accepted():
     model = small_model()
     input_ids, decoder_input_ids = words(2, 5), words(2, 4)
@@ -763,6 +764,28 @@ def test_embedding_is_scaled_by_sqrt_d_model_before_adding_positions():
     outputs = model.get_encoder()(input_ids, output_hidden_states=True)
     expected = model.get_input_embeddings().weight.detach()[input_ids[0]].double() * 4 + closed_form(5, 16)
     assert_close(outputs.hidden_states[0][0], expected, 1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_initial_weights_are_uniform_within_half_of_xaviers_bound_and_scaled_embeddings_have_unit_variance(tied):
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(
+        small_config(
+            vocab_size=500, d_model=64, d_ff=128, tie_word_embeddings=tied, attention_bias=True, output_bias=True
+        )
+    )
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert torch.equal(parameter, torch.zeros_like(parameter)), name
+        elif "norm" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        elif "embed_tokens" in name:
+            assert (parameter * 8).std().item() == pytest.approx(1, abs=0.03), name
+            assert torch.equal(parameter[1], torch.zeros(64)), name
+        else:
+            bound = 0.5 * math.sqrt(6 / sum(parameter.shape))
+            assert parameter.abs().max().item() <= bound, name
+            assert parameter.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1), name
 
 
 def test_three_matrices_of_section_3_4_are_one_tensor_at_every_stage(tmp_path):
@@ -980,7 +1003,7 @@ def test_a_batch_without_any_label_has_loss_zero_and_zero_gradients(train, count
 
 
 def plain_loss(model: nn.Module, batch: dict, smoothing: float) -> torch.Tensor:
-    """The formula of the loss on logits that the model gives when nothing is fused."""
+    """The formula of section 5.4 on logits that the model gives when nothing is fused."""
     start = torch.full((batch["labels"].shape[0], 1), 0)
     decoder_input_ids = torch.cat([start, batch["labels"][:, :-1].masked_fill(batch["labels"][:, :-1] == -100, 1)], 1)
     logits = model(
@@ -995,17 +1018,24 @@ def plain_loss(model: nn.Module, batch: dict, smoothing: float) -> torch.Tensor:
     return -(per_word * kept).sum() / kept.sum()
 
 
+def exact_loss_and_gradients(model: nn.Module, batch: dict, smoothing: float):
+    """Loss and gradients of `plain_loss` in float64."""
+    exact = copy.deepcopy(model).double()
+    exact.zero_grad(set_to_none=True)
+    loss = plain_loss(exact, batch, smoothing)
+    loss.backward()
+    return loss.detach(), gradients(exact)
+
+
 @pytest.mark.parametrize("variant", ["paper", "untied", "output_bias"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_gradients_of_the_fused_loss_equal_those_of_the_plain_formula(variant, smoothing):
     model = small_model(label_smoothing=smoothing, **VARIANTS[variant]).train()
     batch = training_batch()
     fused_loss, fused = loss_and_gradients(model, batch)
-    model.zero_grad(set_to_none=True)
-    loss = plain_loss(model, batch, smoothing)
-    loss.backward()
+    loss, exact = exact_loss_and_gradients(model, batch, smoothing)
     assert_close(fused_loss, loss)
-    assert_same_gradients(fused, gradients(model))
+    assert_same_gradients(fused, exact)
 
 
 @pytest.mark.parametrize(
@@ -1019,11 +1049,9 @@ def test_gradients_of_the_fused_loss_are_right_whatever_the_number_of_words(rows
     labels[0, 0] = 9
     batch = {"input_ids": words(rows, 4), "labels": labels}
     fused_loss, fused = loss_and_gradients(model, batch)
-    model.zero_grad(set_to_none=True)
-    loss = plain_loss(model, batch, 0.1)
-    loss.backward()
+    loss, exact = exact_loss_and_gradients(model, batch, 0.1)
     assert_close(fused_loss, loss)
-    assert_same_gradients(fused, gradients(model))
+    assert_same_gradients(fused, exact)
 
 
 @pytest.mark.parametrize("tokens", [60, 139, 210])
@@ -1039,11 +1067,9 @@ def test_gradients_of_the_fused_loss_are_right_for_a_vocabulary_too_large_to_hol
     model = small_model(std=0.4, vocab_size=30_011, **overrides).train()
     batch = {"input_ids": words(1, 4), "labels": words(1, tokens, vocab_size=30_011)}
     fused_loss, fused = loss_and_gradients(model, batch)
-    model.zero_grad(set_to_none=True)
-    loss = plain_loss(model, batch, 0.1)
-    loss.backward()
+    loss, exact = exact_loss_and_gradients(model, batch, 0.1)
     assert_close(fused_loss, loss)
-    assert_same_gradients(fused, gradients(model))
+    assert_same_gradients(fused, exact)
 
 
 def test_a_factor_on_the_fused_loss_reaches_the_gradients():
@@ -1162,6 +1188,7 @@ def test_one_pair_is_learnt_by_heart():
 # training mode: checkpointing and dropout ---------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that newer versions replace
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("use_cache", [None, True])
 def test_gradient_checkpointing_equals_none(reentrant, use_cache):
@@ -1176,6 +1203,7 @@ def test_gradient_checkpointing_equals_none(reentrant, use_cache):
     assert any(name.startswith("model.encoder.layers") for name in checkpointed)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that newer versions replace
 def test_gradient_checkpointing_left_on_does_not_change_generation():
     model = small_model()
     before = model.generate(words(2, 5), max_new_tokens=8)
@@ -1358,6 +1386,24 @@ def test_a_tuple_is_returned_on_request():
     as_tuple = model(**batch, return_dict=False)
     assert torch.equal(as_tuple[0], outputs.loss)
     assert torch.equal(as_tuple[1], outputs.logits)
+
+
+def test_attention_weights_come_on_request_from_sdpa_too():
+    inputs = {"input_ids": source_batch()[0], "decoder_input_ids": torch.tensor(TARGETS)}
+    eager, fused = (small_model(attn_implementation=name)(**inputs, output_attentions=True) for name in ATTENTIONS)
+    for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
+        for given, expected in zip(fused[name], eager[name], strict=True):
+            assert_close(given, expected, 1e-6)
+    assert small_model()(**inputs).cross_attentions is None
+
+
+def test_only_the_logits_asked_for_are_made():
+    model = small_model()
+    inputs = {"input_ids": words(2, 5), "decoder_input_ids": words(2, 6)}
+    logits = model(**inputs).logits
+    assert torch.equal(model(**inputs, logits_to_keep=2).logits, logits[:, -2:])
+    places = torch.tensor([0, 3])
+    assert torch.equal(model(**inputs, logits_to_keep=places).logits, logits[:, places])
 
 
 def test_hidden_states_are_one_more_than_layers_and_end_with_the_last():

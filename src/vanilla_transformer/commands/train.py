@@ -1,15 +1,16 @@
 """`vanilla-transformer train`: from two text files, or a dataset, to a folder with a trained model."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
@@ -82,7 +83,7 @@ class TrainParser(HfArgumentParser):
 
     def __init__(self):
         super().__init__(
-            (TrainArguments, VanillaTransformerTrainingArguments),
+            cast(Any, (TrainArguments, VanillaTransformerTrainingArguments)),
             prog="vanilla-transformer train",
             allow_abbrev=False,
             description="Trains a translation model on parallel text, or fine-tunes one (--model).",
@@ -103,14 +104,14 @@ def main(argv: list[str]) -> int:
     arguments, training_arguments = parse(argv)
     set_seed(training_arguments.seed)
     if training_arguments.should_log:
-        logging.set_verbosity_info()
-        for noisy in ("configuration_utils", "modeling_utils", "tokenization_utils_base", "generation", "trainer"):
-            logging.get_logger(f"transformers.{noisy}").setLevel(logging.WARNING)
+        logging.get_logger("vanilla_transformer").setLevel(logging.INFO)
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # in a log, or beside an error, they are only noise
     with training_arguments.main_process_first(desc="reading the corpus"):
         training_pairs, validation_pairs = open_corpora(arguments)
     model, tokenizer = open_or_make_model(arguments, training_arguments, training_pairs)
     with training_arguments.main_process_first(desc="encoding the corpus"):
-        limits = {
+        limits: dict[str, Any] = {
             "max_source_tokens": arguments.max_source_tokens,
             "max_target_tokens": arguments.max_target_tokens,
             "num_proc": arguments.preprocessing_num_workers,
@@ -177,10 +178,10 @@ def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingAr
     arguments, training_arguments = parser.parse_args_into_dataclasses(
         [*as_flags(recipe), *argv], look_for_args_file=False
     )
-    check_arguments(arguments)
+    check_arguments(arguments, training_arguments)
     training_arguments.resume_from_checkpoint = resume
     if str(resume).lower() in ("true", "1", "yes"):
-        training_arguments.resume_from_checkpoint = last_whole_checkpoint(training_arguments.output_dir)
+        training_arguments.resume_from_checkpoint = last_whole_checkpoint(chosen["output_dir"])
         if training_arguments.resume_from_checkpoint is None:
             raise ValueError(
                 f"--resume_from_checkpoint: {training_arguments.output_dir} holds no whole checkpoint; leave it out."
@@ -316,15 +317,17 @@ def check_output_folder(output_dir: str, resumes: bool) -> None:
         raise NotADirectoryError(f"--output_dir {output_dir}: {existing} is a file, not a folder.")
     if not os.access(existing, os.W_OK):
         raise PermissionError(f"--output_dir {output_dir}: no permission to write into {existing}.")
-    marks = ("config.json", "*.safetensors", "*.safetensors.index.json", "checkpoint-*")
-    if not resumes and any(next(path.glob(mark), None) for mark in marks):
+    has_model = any(
+        next(path.glob(name), None) for name in ("config.json", "*.safetensors", "*.safetensors.index.json")
+    )
+    if not resumes and (has_model or last_whole_checkpoint(path)):
         raise ValueError(
             f"--output_dir {output_dir} holds a trained model already; give another folder, or continue it with "
             "--resume_from_checkpoint true."
         )
 
 
-def check_arguments(arguments: TrainArguments) -> None:
+def check_arguments(arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments) -> None:
     """Raises where the choice of data or model contradicts itself, before anything is read."""
     files = {"--train_source": arguments.train_source, "--train_target": arguments.train_target}
     if arguments.dataset is None and not all(files.values()):
@@ -346,6 +349,17 @@ def check_arguments(arguments: TrainArguments) -> None:
         new_config(arguments, vocab_size=max(arguments.vocab_size, 3))
     elif arguments.tokenizer is not None:
         raise ValueError("--model brings its own tokenizer; leave --tokenizer out.")
+    # The trainer refuses these too, but only after the corpus is read and the vocabulary made.
+    if smoothing := training_arguments.label_smoothing_factor:
+        raise ValueError(
+            f"--label_smoothing_factor {smoothing} would smooth the evaluation loss too; use --config_overrides "
+            f"label_smoothing={smoothing} instead."
+        )
+    if training_arguments.learning_rate is None and training_arguments.warmup_steps < 1:
+        raise ValueError(
+            f"--warmup_steps {training_arguments.warmup_steps}: without --learning_rate, the peak is (d_model * "
+            "warmup_steps) ** -0.5, for which warmup_steps must be at least 1."
+        )
 
 
 def new_config(arguments: TrainArguments, **special: Any) -> VanillaTransformerConfig:
@@ -362,11 +376,23 @@ def new_config(arguments: TrainArguments, **special: Any) -> VanillaTransformerC
             raise ValueError(f"--config_overrides {override}: expected NAME=VALUE with a field of the configuration.")
         if name in special:
             raise ValueError(f"--config_overrides {override}: {name} follows from the tokenizer; see --vocab_size.")
-        overrides[name] = yaml.safe_load(value)
+        overrides[name] = value_of(value)
     try:
         return VanillaTransformerConfig.from_preset(arguments.preset, **overrides, **special)
     except TypeError as error:
         raise ValueError(f"--config_overrides: {' '.join(str(error).split())}") from error
+
+
+def value_of(text: str) -> Any:
+    """A value as YAML reads it, and 1e-5, which YAML takes for text, as a number."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def open_corpora(arguments: TrainArguments) -> tuple[Dataset, Dataset | None]:
@@ -391,7 +417,7 @@ def open_or_make_model(
     if arguments.model is not None:
         return load_translator(arguments.model)
     if arguments.tokenizer is not None:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.tokenizer)
     else:
         tokenizer = shared_tokenizer(arguments, training_arguments, pairs)
     config = new_config(
@@ -414,7 +440,7 @@ def shared_tokenizer(
     resumed = Path(training_arguments.resume_from_checkpoint or "")
     if training_arguments.resume_from_checkpoint and (resumed / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(resumed)
-    folder = Path(training_arguments.output_dir)
+    folder = Path(str(training_arguments.output_dir))
     with training_arguments.main_process_first(desc="training the tokenizer"):
         if training_arguments.process_index == 0:
             texts = (

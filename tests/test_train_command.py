@@ -1,0 +1,722 @@
+"""`vanilla-transformer train`: from two text files to a folder that opens, and what it says of a user's mistakes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
+
+import vanilla_transformer
+import vanilla_transformer_cli
+from vanilla_transformer.commands.train import new_config, parse, read_recipe
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[1] / "scripts" / "recipes").glob("*.yaml"))
+
+NUMBERS = [("one", "ein"), ("two", "zwei"), ("three", "drei"), ("four", "vier"), ("five", "fünf"), ("nine", "neun")]
+THINGS = [("trains", "Züge"), ("apples", "Äpfel"), ("rivers", "Flüsse"), ("gardens", "Gärten"), ("books", "Bücher")]
+ACTIONS = [("wait", "warten"), ("fall down", "fallen herunter"), ("are here", "sind hier")]
+PAIRS = [
+    (f"{number} {thing} {action} .", f"{zahl} {ding} {tun} .")
+    for number, zahl in NUMBERS
+    for thing, ding in THINGS
+    for action, tun in ACTIONS
+]
+
+SHAPE = ["d_model=16", "d_ff=32", "num_heads=2", "encoder_layers=1", "decoder_layers=1", "dropout=0.1"]
+SMALL = ["--preset", "tiny", "--config_overrides", *SHAPE, "--vocab_size", "300"]
+QUICK = ["--generation_num_beams", "1", "--disable_tqdm", "true", "--use_cpu", "true", "--warmup_steps", "10"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_as_it_was():
+    """The command's settings of the process are taken back."""
+    bars = datasets.are_progress_bars_disabled()
+    package = logging.getLogger("vanilla_transformer")
+    level = package.level
+    yield
+    package.setLevel(level)
+    (datasets.disable_progress_bars if bars else datasets.enable_progress_bars)()
+
+
+def write_lines(path: Path, lines: list[str]) -> str:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """Four text files: flag of the command, path."""
+    folder = tmp_path_factory.mktemp("text")
+    parts = {"train": PAIRS[:80], "validation": PAIRS[80:]}
+    return {
+        f"--{part}_{side}": write_lines(folder / f"{part}.{side}", [pair[index] for pair in pairs])
+        for part, pairs in parts.items()
+        for index, side in enumerate(("source", "target"))
+    }
+
+
+def flags(files: dict[str, str], *parts: str) -> list[str]:
+    return [item for flag, path in files.items() for item in (flag, path) if flag.startswith(parts or "--")]
+
+
+def train(*arguments: str) -> int:
+    return vanilla_transformer_cli.main(["train", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, files) -> Path:
+    """The folder of a finished run of 30 updates, evaluated and saved twice on the way."""
+    output = tmp_path_factory.mktemp("run") / "model"
+    strategy = ["--eval_strategy", "steps", "--eval_steps", "15", "--save_strategy", "steps", "--save_steps", "15"]
+    code = train(
+        *flags(files),
+        *SMALL,
+        *QUICK,
+        *strategy,
+        *("--max_steps", "30", "--tokens_per_batch", "300", "--logging_steps", "5", "--learning_rate", "0.01"),
+        *("--load_best_model_at_end", "true", "--output_dir", output),
+    )
+    assert code == 0
+    return output
+
+
+def trainer_state(folder: Path) -> dict:
+    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+
+
+# --- A run from end to end -------------------------------------------------------------------------------------------
+
+
+def test_the_output_folder_opens_with_the_auto_classes_and_the_pipeline(run):
+    model = AutoModelForSeq2SeqLM.from_pretrained(run)
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    assert isinstance(model, vanilla_transformer.VanillaTransformerForConditionalGeneration)
+    assert (model.config.d_model, model.config.encoder_layers, model.config.num_heads) == (16, 1, 2)
+    assert model.config.vocab_size == len(tokenizer) <= 300
+    assert model.generation_config.num_beams == 4
+    assert model.generation_config.max_new_tokens_over_source == 50
+    assert tokenizer.decode(tokenizer("fünf Züge").input_ids, skip_special_tokens=True) == "fünf Züge"
+    (answer,) = pipeline("translation", model=str(run))("two trains wait .", max_new_tokens=5)
+    assert set(answer) == {"translation_text"}
+
+
+def test_the_run_learnt_and_is_on_record(run):
+    history = trainer_state(run)["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert trainer_state(run)["global_step"] == 30
+    for name in ("train_results.json", "eval_results.json", "checkpoint-15", "checkpoint-30", "tokenizer.json"):
+        assert (run / name).exists(), name
+    scores = json.loads((run / "eval_results.json").read_text())
+    assert {"eval_loss", "eval_bleu", "eval_chrf"} <= set(scores)
+
+
+def test_the_best_model_by_bleu_is_the_one_in_the_folder(run):
+    """BLEU is what the best is chosen by where nothing else is said."""
+    state = trainer_state(run)
+    scores = {entry["step"]: entry["eval_bleu"] for entry in state["log_history"] if "eval_bleu" in entry}
+    assert state["best_metric"] == max(scores.values())
+    best = Path(state["best_model_checkpoint"])
+    kept, saved = load_file(best / "model.safetensors"), load_file(run / "model.safetensors")
+    assert all(torch.equal(kept[name], saved[name]) for name in saved)
+
+
+def test_tensorboard_has_the_curves(run):
+    (folder,) = {path.parent for path in run.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    bleu = events.Scalars("eval/bleu")
+    logged = [entry for entry in trainer_state(run)["log_history"] if "eval_bleu" in entry]
+    assert [(point.step, point.value) for point in bleu][: len(logged)] == [
+        (entry["step"], pytest.approx(entry["eval_bleu"])) for entry in logged
+    ]
+    assert {"train/loss", "train/learning_rate", "eval/loss", "eval/chrf"} <= set(events.Tags()["scalars"])
+
+
+def test_what_is_printed_at_the_end_are_the_results(tmp_path, files, capsys):
+    output = tmp_path / "model"
+    assert train(*flags(files), *SMALL, *QUICK, "--max_steps", "2", "--output_dir", output) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith(f"saved to {output}: ")
+    assert {"train_loss", "eval_loss", "eval_bleu", "eval_chrf"} == set(json.loads(last.split(": ", 1)[1]))
+
+
+def test_a_run_without_validation(tmp_path, files):
+    output = tmp_path / "model"
+    assert train(*flags(files, "--train"), *SMALL, *QUICK, "--max_steps", "3", "--output_dir", output) == 0
+    AutoModelForSeq2SeqLM.from_pretrained(output)
+    assert not (output / "eval_results.json").exists()
+
+
+def test_resuming_goes_on_from_the_last_whole_checkpoint(tmp_path, run, files):
+    """Bit-identical with the run that was not disturbed: same weights, losses and rates."""
+    copied = tmp_path / "model"
+    shutil.copytree(run, copied)
+    (copied / "model.safetensors").unlink()
+    (copied / "checkpoint-30" / "trainer_state.json").unlink()  # killed while it saved
+    strategy = ["--eval_strategy", "steps", "--eval_steps", "15", "--save_strategy", "steps", "--save_steps", "15"]
+    code = train(
+        *flags(files),
+        *SMALL,
+        *QUICK,
+        *strategy,
+        *("--max_steps", "30", "--tokens_per_batch", "300", "--logging_steps", "5", "--learning_rate", "0.01"),
+        *("--output_dir", copied, "--resume_from_checkpoint", "true"),
+    )
+    assert code == 0
+    history = [
+        [(entry["loss"], entry["learning_rate"]) for entry in trainer_state(folder)["log_history"] if "loss" in entry]
+        for folder in (run, copied)
+    ]
+    assert history[0] == history[1]
+    before, after = (load_file(folder / "checkpoint-30" / "model.safetensors") for folder in (run, copied))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_fine_tuning_keeps_vocabulary_and_configuration(tmp_path, run, files):
+    output = tmp_path / "tuned"
+    arguments = ["--model", run, *QUICK, "--max_steps", "2", "--learning_rate", "0.001", "--output_dir", output]
+    assert train(*flags(files), *arguments) == 0
+    old, new = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in (run, output))
+    assert (run / "tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
+    changed = {name for name, value in old.config.to_dict().items() if new.config.to_dict()[name] != value}
+    assert changed <= {"_name_or_path", "transformers_version"}
+    distances = [(value - new.state_dict()[name]).abs().max().item() for name, value in old.state_dict().items()]
+    assert 0 < max(distances) < 0.02  # two small steps away from the old weights, not anywhere
+
+
+def test_a_tokenizer_can_be_brought_along(tmp_path, run, files):
+    output = tmp_path / "model"
+    shape = ["--preset", "tiny", "--config_overrides", *SHAPE]
+    code = train(*flags(files), *shape, "--tokenizer", run, *QUICK, "--max_steps", "1", "--output_dir", output)
+    assert code == 0
+    assert (run / "tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def local_dataset(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("dataset") / "pairs.jsonl"
+    rows = [{"translation": {"en": source, "de": target}} for source, target in PAIRS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_a_local_dataset_takes_the_place_of_files(tmp_path, local_dataset):
+    output = tmp_path / "model"
+    code = train(
+        *("--dataset", local_dataset, "--source_lang", "en", "--target_lang", "de", "--train_split", "train[:80]"),
+        *("--validation_split", "train[80:]", *SMALL, *QUICK, "--max_steps", "2", "--output_dir", output),
+    )
+    assert code == 0
+    assert "eval_bleu" in json.loads((output / "eval_results.json").read_text())
+
+
+# --- Recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_that_comes_along_can_be_read(tmp_path, path):
+    """By file and by name; every value arrives as it stands in the file."""
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for name in (str(path), path.stem):
+        arguments, training_arguments = parse(["--recipe", name, "--output_dir", str(tmp_path / "out")])
+        for field, value in settings.items():
+            arrived = getattr(arguments if hasattr(arguments, field) else training_arguments, field)
+            assert getattr(arrived, "value", arrived) == value, field
+    assert not (tmp_path / "out").exists()
+
+
+def test_there_are_the_recipes_that_are_promised():
+    assert {path.stem for path in RECIPES} == {"multi30k_tiny", "wmt14_base", "wmt14_big"}
+    for path in RECIPES:
+        assert read_recipe(path.stem) == yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def recipe(tmp_path, local_dataset) -> str:
+    settings = {
+        "dataset": local_dataset,
+        "dataset_config": None,
+        "source_lang": "en",
+        "target_lang": "de",
+        "train_split": "train[:80]",
+        "validation_split": "train[80:]",
+        "preset": "tiny",
+        "config_overrides": SHAPE,
+        "vocab_size": 300,
+        "tokens_per_batch": 300,
+        "learning_rate": "5e-3",
+        "warmup_steps": 7,
+        "max_steps": 2,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "chrf",
+        "generation_num_beams": 1,
+        "lr_scheduler_kwargs": {},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return str(path)
+
+
+def parsed(*arguments) -> tuple:
+    return parse([str(argument) for argument in arguments])
+
+
+def test_a_recipe_of_ones_own_runs(tmp_path, recipe):
+    output = tmp_path / "model"
+    assert train("--recipe", recipe, "--output_dir", output) == 0
+    assert AutoModelForSeq2SeqLM.from_pretrained(output).config.d_model == 16
+    assert trainer_state(output)["global_step"] == 2
+    assert "eval_bleu" in json.loads((output / "eval_results.json").read_text())
+
+
+def test_the_command_line_comes_before_the_recipe_and_the_recipe_before_the_defaults(tmp_path, recipe):
+    arguments, training_arguments = parsed("--recipe", recipe, "--output_dir", tmp_path / "out")
+    assert (arguments.preset, arguments.config_overrides, arguments.vocab_size) == ("tiny", SHAPE, 300)
+    assert (training_arguments.tokens_per_batch, training_arguments.learning_rate) == (300, 0.005)
+    assert training_arguments.metric_for_best_model == "chrf"
+    arguments, training_arguments = parsed(
+        *("--recipe", recipe, "--output_dir", tmp_path / "out", "--vocab_size", 280, "--max-steps", 9),
+        *("--tokens_per_batch=99", "--no_predict_with_generate", "--metric_for_best_model", "loss"),
+    )
+    assert arguments.vocab_size == 280
+    assert arguments.config_overrides == SHAPE
+    assert (training_arguments.max_steps, training_arguments.tokens_per_batch) == (9, 99)
+    assert training_arguments.predict_with_generate is False
+    assert training_arguments.metric_for_best_model == "loss"
+
+
+def test_local_files_take_the_place_of_the_recipes_dataset(tmp_path, recipe, files):
+    output = tmp_path / "out"
+    arguments, training_arguments = parsed("--recipe", recipe, "--output_dir", output, *flags(files))
+    assert arguments.dataset is None
+    assert arguments.validation_split is None
+    assert arguments.train_source == [files["--train_source"]]
+    assert arguments.validation_target == [files["--validation_target"]]
+    assert training_arguments.eval_strategy == "steps"
+    arguments, training_arguments = parsed("--recipe", recipe, "--output_dir", output, *flags(files, "--train"))
+    assert arguments.validation_source is arguments.validation_split is None
+    assert training_arguments.eval_strategy == "no"
+    arguments, _ = parsed("--recipe", recipe, "--output_dir", output, *flags(files, "--validation"))
+    assert arguments.dataset is not None
+    assert arguments.validation_split is None
+    assert arguments.validation_source == [files["--validation_source"]]
+
+
+def test_another_dataset_takes_the_place_of_the_recipes_files(tmp_path, files, local_dataset):
+    path = tmp_path / "files.yaml"
+    named = {flag.removeprefix("--"): name for flag, name in files.items()}  # one file, not a list of one
+    path.write_text(yaml.safe_dump({**named, "dataset_config": "de-en"}), encoding="utf-8")
+    output = tmp_path / "out"
+    arguments, _ = parsed("--recipe", path, "--output_dir", output, "--dataset", local_dataset)
+    assert (arguments.dataset, arguments.dataset_config, arguments.train_source) == (local_dataset, None, None)
+    path.write_text(yaml.safe_dump(named), encoding="utf-8")
+    arguments, _ = parsed("--recipe", path, "--output_dir", output)
+    assert arguments.train_source == [files["--train_source"]]
+
+
+def test_batches_of_sentences_replace_batches_of_tokens_wherever_they_are_asked_for(tmp_path, recipe):
+    common = ("--output_dir", tmp_path / "out")
+    _, args = parsed("--recipe", recipe, *common, "--per_device_train_batch_size", 16)
+    assert (args.tokens_per_batch, args.per_device_train_batch_size) == (None, 16)
+    settings = yaml.safe_load(Path(recipe).read_text())
+    del settings["tokens_per_batch"]
+    Path(recipe).write_text(yaml.safe_dump({**settings, "per_device_train_batch_size": 16}))
+    _, args = parsed("--recipe", recipe, *common)
+    assert (args.tokens_per_batch, args.per_device_train_batch_size) == (None, 16)
+    _, args = parsed("--recipe", recipe, *common, "--tokens_per_batch", 99)
+    assert args.tokens_per_batch == 99
+    Path(recipe).write_text(yaml.safe_dump({**settings, "per_device_train_batch_size": 16, "tokens_per_batch": 5}))
+    with pytest.raises(ValueError, match="exclude each other"):
+        parsed("--recipe", recipe, *common)
+
+
+def test_fields_of_the_configuration_are_given_by_name(tmp_path, files):
+    arguments, _ = parsed(
+        *(*flags(files), "--output_dir", tmp_path / "out", "--preset", "tiny", "--config_overrides"),
+        *("layer_norm_eps=1e-6", "norm_first=true", "d_k=8", "d_v=null", "activation=gelu", "dropout=0"),
+    )
+    config = new_config(arguments, vocab_size=300)
+    assert (config.layer_norm_eps, config.norm_first, config.d_k, config.d_v) == (1e-6, True, 8, None)
+    assert (config.activation, config.dropout, config.d_model, config.vocab_size) == ("gelu", 0, 128, 300)
+
+
+def test_without_further_settings_the_papers_updates_and_the_best_bleu_of_the_epochs(tmp_path, files):
+    _, args = parsed(*flags(files), "--output_dir", tmp_path / "out")
+    assert (args.max_steps, args.warmup_steps, args.adam_beta2, args.learning_rate) == (100_000, 4000, 0.98, None)
+    assert (args.eval_strategy, args.save_strategy, args.load_best_model_at_end) == ("epoch", "epoch", True)
+    assert (args.metric_for_best_model, args.greater_is_better) == ("bleu", True)
+    _, args = parsed(*flags(files), "--output_dir", tmp_path / "out", "--no_predict_with_generate")
+    assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
+    _, args = parsed(*flags(files, "--train"), "--output_dir", tmp_path / "out", "--num_train_epochs", 3)
+    assert (args.max_steps, args.num_train_epochs, args.eval_strategy) == (-1, 3, "no")
+
+
+# --- A user's mistakes: one line, exit code 2, nothing written -------------------------------------------------------
+
+
+def refused(capsys, tmp_path: Path, *arguments, output: Path | None = None) -> str:
+    """The one line on standard error of a command that must be refused and must leave no trace."""
+    output = output or tmp_path / "never"
+    before = snapshot(tmp_path)
+    capsys.readouterr()
+    # One update at most, should the command not be refused.
+    assert train("--max_steps", "1", *arguments, "--output_dir", output) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.strip()]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("vanilla-transformer train: error: ")
+    assert snapshot(tmp_path) == before
+    return lines[0]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
+
+
+def changed_files(files: dict[str, str], **paths) -> list[str]:
+    return flags({**files, **{f"--{name}": str(path) for name, path in paths.items()}})
+
+
+def test_a_missing_file(capsys, tmp_path, files):
+    message = refused(capsys, tmp_path, *changed_files(files, train_target=tmp_path / "missing.de"), *SMALL)
+    assert "--train_target" in message
+    assert str(tmp_path / "missing.de") in message
+
+
+def test_a_folder_in_the_place_of_a_file(capsys, tmp_path, files):
+    assert str(tmp_path) in refused(capsys, tmp_path, *changed_files(files, validation_source=tmp_path), *SMALL)
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_unequal_numbers_of_lines(capsys, tmp_path, files, part):
+    write_lines(tmp_path / "short", ["eins", "zwei", "drei"])
+    message = refused(capsys, tmp_path, *changed_files(files, **{f"{part}_target": tmp_path / "short"}), *SMALL)
+    assert str(80 if part == "train" else 10) in message
+    assert "3" in message
+    assert str(tmp_path / "short") in message
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_broken_utf8(capsys, tmp_path, files, part):
+    lines = Path(files[f"--{part}_source"]).read_bytes().splitlines(keepends=True)
+    lines[4] = b"caf\xe9 caf\xe9\n"
+    (tmp_path / "latin").write_bytes(b"".join(lines))
+    message = refused(capsys, tmp_path, *changed_files(files, **{f"{part}_source": tmp_path / "latin"}), *SMALL)
+    assert f"{tmp_path / 'latin'}, line 5" in message
+
+
+def test_empty_files(capsys, tmp_path, files):
+    (tmp_path / "empty").write_bytes(b"")
+    paths = {"train_source": tmp_path / "empty", "train_target": tmp_path / "empty"}
+    assert str(tmp_path / "empty") in refused(capsys, tmp_path, *changed_files(files, **paths), *SMALL)
+    message = refused(capsys, tmp_path, *changed_files(files, train_source=tmp_path / "empty"), *SMALL)
+    assert "80" in message
+
+
+def test_blank_files(capsys, tmp_path):
+    blank = write_lines(tmp_path / "blank", ["", "  ", ""])
+    refused(capsys, tmp_path, "--train_source", blank, "--train_target", blank, *SMALL)
+
+
+def test_an_output_folder_that_is_a_file(capsys, tmp_path, files):
+    (tmp_path / "file").write_text("precious")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        message = refused(capsys, tmp_path, *flags(files), *SMALL, output=output)
+        assert str(tmp_path / "file") in message
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kept", ["model.safetensors", "config.json", "model-00001-of-00002.safetensors"])
+def test_an_output_folder_that_holds_a_model(capsys, tmp_path, files, kept):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / kept).write_text("precious")
+    message = refused(capsys, tmp_path, *flags(files), *SMALL, output=tmp_path / "model")
+    assert "--resume_from_checkpoint true" in message
+
+
+def test_an_output_folder_that_holds_a_run(capsys, tmp_path, files, run):
+    copied = tmp_path / "model"
+    copied.mkdir()
+    shutil.copytree(run / "checkpoint-15", copied / "checkpoint-15")
+    message = refused(capsys, tmp_path, *flags(files), *SMALL, output=copied)
+    assert "--resume_from_checkpoint true" in message
+    shown = refused(capsys, tmp_path, *flags(files), *SMALL, "--resume_from_checkpoint", "false", output=copied)
+    assert shown == message
+
+
+def test_an_output_folder_of_a_recipe_is_looked_at_too(capsys, tmp_path, files):
+    (tmp_path / "file").write_text("precious")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "file")}))
+    assert train(*flags(files), *SMALL, "--recipe", path) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+def test_nothing_to_resume_from(capsys, tmp_path, files):
+    (tmp_path / "model").mkdir()
+    for resume in ("true", tmp_path / "model" / "checkpoint-5"):
+        for output in (tmp_path / "model", tmp_path / "missing"):
+            message = refused(
+                capsys, tmp_path, *flags(files), *SMALL, "--resume_from_checkpoint", resume, output=output
+            )
+            assert "--resume_from_checkpoint" in message
+
+
+WRONG_ARGUMENTS = {
+    "heads that do not divide": (["--config_overrides", "d_model=16", "num_heads=3"], ["d_model=16", "num_heads=3"]),
+    "unknown preset": (["--preset", "huge"], ["huge", "base", "tiny"]),
+    "unknown field": (["--config_overrides", "width=3"], ["width=3"]),
+    "field without value": (["--config_overrides", "d_model"], ["NAME=VALUE"]),
+    "field of another type": (["--config_overrides", "d_model=wide"], ["d_model"]),
+    "field that is no YAML": (["--config_overrides", "activation=[gelu"], ["activation"]),
+    "vocabulary as a field": (["--config_overrides", "vocab_size=9"], ["vocab_size"]),
+    "vocabulary too small": (["--vocab_size", "100"], ["259", "100"]),
+    "unknown flag": (["--widht", "3"], ["--widht"]),
+    "abbreviated flag": (["--max_step", "3"], ["--max_step"]),
+    "no number": (["--max_steps", "many"], ["--max_steps", "many"]),
+    "unknown schedule": (["--lr_scheduler_type", "nosuch"], ["nosuch"]),
+    "both kinds of batches": (
+        ["--tokens_per_batch", "500", "--per_device_train_batch_size", "8"],
+        ["--tokens_per_batch", "--per_device_train_batch_size"],
+    ),
+    "no tokens": (["--tokens_per_batch", "0"], ["tokens_per_batch"]),
+    "stock smoothing": (["--label_smoothing_factor", "0.1"], ["label_smoothing_factor", "config_overrides"]),
+    "unknown recipe": (["--recipe", "nosuch"], ["nosuch", "multi30k_tiny", "wmt14_base"]),
+    "unknown metric": (["--metric_for_best_model", "blue"], ["blue", "bleu"]),
+    "dataset and files": (["--dataset", "x/y"], ["--dataset", "--train_source"]),
+    "split without a dataset": (["--validation_split", "validation"], ["--validation_split"]),
+    "no warm-up": (["--warmup_steps", "0"], ["warmup_steps", "learning_rate"]),
+    "missing model": (["--model", "/no/such/folder"], ["/no/such/folder"]),
+    "missing tokenizer": (["--tokenizer", "/no/such/folder"], ["/no/such/folder"]),
+    "model and tokenizer": (["--model", "x/y", "--tokenizer", "x/y"], ["--model", "--tokenizer"]),
+    "model and preset": (["--model", "x/y", "--preset", "tiny"], ["--model", "--preset"]),
+    "model and vocabulary": (["--model", "x/y", "--vocab_size", "300"], ["--model", "--vocab_size"]),
+}
+
+
+@pytest.mark.parametrize("arguments, told", WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_wrong_arguments(capsys, tmp_path, files, arguments, told):
+    message = refused(capsys, tmp_path, *flags(files), *arguments)
+    for part in told:
+        assert part in message
+
+
+WRONG_CHOICES = {
+    "no data": ([], ["--train_source", "--train_target", "--dataset"]),
+    "half of the data": (["--train_source"], ["--train_target"]),
+    "half of the validation": (["--train_source", "--train_target", "--validation_source"], ["--validation_target"]),
+}
+
+
+@pytest.mark.parametrize("kept, told", WRONG_CHOICES.values(), ids=WRONG_CHOICES)
+def test_missing_arguments(capsys, tmp_path, files, kept, told):
+    message = refused(capsys, tmp_path, *[item for flag in kept for item in (flag, files[flag])])
+    for part in told:
+        assert part in message
+
+
+def test_evaluation_without_a_validation_set(capsys, tmp_path, files):
+    message = refused(capsys, tmp_path, *flags(files, "--train"), *SMALL, "--eval_strategy", "epoch")
+    assert "--validation_source" in message
+
+
+def test_the_output_folder_must_be_named(capsys, files):
+    assert train(*flags(files)) == 2
+    assert "--output_dir is missing" in capsys.readouterr().err
+
+
+WRONG_RECIPES = {
+    "unknown settings": ("max_step: 3\nprest: tiny\n", ["max_step", "prest"]),
+    "no number": ("max_steps: many\n", ["max_steps", "many"]),
+    "part of a number": ("max_steps: 1.5\n", ["max_steps", "1.5"]),
+    "no truth value": ("bf16: perhaps\n", ["bf16", "perhaps"]),
+    "a list for a number": ("max_steps: [1, 2]\n", ["2"]),
+    "no mapping": ("- tiny\n", ["NAME: VALUE"]),
+    "empty": ("", ["NAME: VALUE"]),
+    "no YAML": ("preset: [tiny\n", ["YAML"]),
+}
+
+
+@pytest.mark.parametrize("text, told", WRONG_RECIPES.values(), ids=WRONG_RECIPES)
+def test_wrong_recipes_are_refused_by_name(capsys, tmp_path, files, text, told):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    message = refused(capsys, tmp_path, *flags(files), "--recipe", path)
+    for part in (str(path), *told):
+        assert part in message
+
+
+def test_a_sentence_longer_than_a_batch_can_be_mended_and_the_command_given_again(capsys, tmp_path, files):
+    output = tmp_path / "model"
+    common = [*flags(files), *SMALL, *QUICK, "--max_steps", "1", "--output_dir", output]
+    assert train(*common, "--tokens_per_batch", "5") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("vanilla-transformer train: error: ")
+    assert "tokens_per_batch=5" in error
+    assert train(*common, "--tokens_per_batch", "500") == 0
+
+
+def test_a_recipe_that_is_not_utf8(capsys, tmp_path, files):
+    (tmp_path / "wrong.yaml").write_bytes(b"preset: \xff\xfe\n")
+    assert "wrong.yaml" in refused(capsys, tmp_path, *flags(files), "--recipe", tmp_path / "wrong.yaml")
+
+
+def test_a_dataset_without_the_language_asked_for(capsys, tmp_path, local_dataset):
+    message = refused(
+        capsys, tmp_path, "--dataset", local_dataset, "--source_lang", "en", "--target_lang", "fr", *SMALL
+    )
+    assert "'fr'" in message
+    assert "'de'" in message
+
+
+def test_a_dataset_that_does_not_exist(capsys, tmp_path):
+    assert "missing.jsonl" in refused(capsys, tmp_path, "--dataset", tmp_path / "missing.jsonl", *SMALL)
+
+
+# --- In a process of its own -----------------------------------------------------------------------------------------
+
+
+def in_a_process(*arguments, timeout: int = 300) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    source = str(Path(vanilla_transformer_cli.__file__).parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "vanilla_transformer_cli", "train", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_line_and_exit_code_2_in_a_process_of_its_own(tmp_path, files):
+    short = write_lines(tmp_path / "short", ["eins"])
+    for arguments in (
+        changed_files(files, train_target=short),
+        [*flags(files), "--config_overrides", "num_heads=7"],
+        [*flags(files), "--recipe", "nosuch"],
+    ):
+        result = in_a_process(*arguments, "--output_dir", tmp_path / "never")
+        assert result.returncode == 2
+        assert result.stdout == ""
+        assert result.stderr.startswith("vanilla-transformer train: error: ")
+        assert result.stderr.count("\n") == 1, result.stderr
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.slow
+def test_help_names_every_setting_of_ours():
+    result = in_a_process("--help")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    for name in ("--recipe", "--preset", "--tokens_per_batch", "--train_source", "--model", "--learning_rate"):
+        assert name in result.stdout
+    assert "object at 0x" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_identically_in_a_new_process(tmp_path, files):
+    """SIGKILL after the second checkpoint, then --resume_from_checkpoint true; dropout 0.1, accumulation 2."""
+    common = [*flags(files), *SMALL, *QUICK, "--tokens_per_batch", "120", "--gradient_accumulation_steps", "2"]
+    common += ["--max_steps", "40", "--save_strategy", "steps", "--save_steps", "7", "--logging_steps", "1"]
+    whole = in_a_process(*common, "--output_dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    killer = (
+        "import os, signal, sys\n"
+        "from transformers import TrainerCallback\n"
+        "from vanilla_transformer.training import VanillaTransformerTrainer\n"
+        "class Kill(TrainerCallback):\n"
+        "    def on_step_end(self, args, state, control, **kwargs):\n"
+        "        if state.global_step == 17:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "init = VanillaTransformerTrainer.__init__\n"
+        "def with_killer(self, *args, **kwargs):\n"
+        "    init(self, *args, callbacks=[Kill()], **kwargs)\n"
+        "VanillaTransformerTrainer.__init__ = with_killer\n"
+        "from vanilla_transformer_cli import main\n"
+        "sys.exit(main(['train', *sys.argv[1:]]))\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(Path(vanilla_transformer_cli.__file__).parent)
+    command = [sys.executable, "-c", killer, *common, "--output_dir", str(tmp_path / "killed")]
+    assert subprocess.run(command, capture_output=True, timeout=300, env=environment, check=False).returncode == -9
+    assert (tmp_path / "killed" / "checkpoint-14").is_dir()
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    resumed = in_a_process(*common, "--output_dir", tmp_path / "killed", "--resume_from_checkpoint", "true")
+    assert resumed.returncode == 0, resumed.stderr
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    histories = [
+        [(entry["loss"], entry["learning_rate"]) for entry in trainer_state(folder)["log_history"] if "loss" in entry]
+        for folder in (tmp_path / "whole", tmp_path / "killed")
+    ]
+    assert histories[0] == histories[1]
+    assert len(histories[0]) == 40
+
+
+def launched(processes: int, *arguments) -> None:
+    """scripts/train.py in one process, or in several under torchrun with gloo, on the processor."""
+    script = Path(__file__).resolve().parents[1] / "scripts" / "train.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(Path(vanilla_transformer_cli.__file__).parent)
+    command = [sys.executable, str(script)]
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [sys.executable, *launcher, str(script), "--ddp_backend", "gloo"]
+    command += map(str, arguments)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_with_accumulation_of_two(tmp_path, files):
+    """Dropout 0, float32: losses, scores and weights."""
+    common = [*flags(files), *SMALL, *QUICK, "--tokens_per_batch", "200", "--max_steps", "12", "--logging_steps", "1"]
+    common += ["--eval_strategy", "steps", "--eval_steps", "6", "--save_strategy", "no", "--learning_rate", "0.001"]
+    common[common.index("dropout=0.1")] = "dropout=0.0"
+    launched(1, *common, "--gradient_accumulation_steps", "2", "--output_dir", tmp_path / "one")
+    launched(2, *common, "--output_dir", tmp_path / "two")
+    histories = [trainer_state(tmp_path / name)["log_history"] for name in ("one", "two")]
+    for key in ("loss", "learning_rate", "eval_loss", "eval_bleu", "eval_chrf", "eval_generated_length"):
+        one, two = ([entry[key] for entry in history if key in entry] for history in histories)
+        assert len(one) == (12 if key in ("loss", "learning_rate") else 2)
+        assert two == pytest.approx(one, rel=1e-6, abs=1e-6), key
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_two_processes_resume_in_mid_epoch_bit_identically(tmp_path, files):
+    """Dropout 0.1, a checkpoint in the second epoch, another output folder."""
+    common = [*flags(files, "--train"), *SMALL, *QUICK, "--tokens_per_batch", "200", "--logging_steps", "1"]
+    common += ["--max_steps", "14", "--save_strategy", "steps", "--save_steps", "7"]
+    launched(2, *common, "--output_dir", tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoint-7"
+    epoch = trainer_state(checkpoint)["epoch"]
+    assert epoch > 1
+    assert epoch % 1 > 0
+    launched(2, *common, "--output_dir", tmp_path / "rest", "--resume_from_checkpoint", checkpoint)
+    histories = [
+        [entry["loss"] for entry in trainer_state(tmp_path / name)["log_history"] if "loss" in entry]
+        for name in ("whole", "rest")
+    ]
+    assert histories[0] == histories[1]
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "rest"))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert (tmp_path / "whole" / "tokenizer.json").read_bytes() == (tmp_path / "rest" / "tokenizer.json").read_bytes()
