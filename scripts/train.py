@@ -1,4 +1,4 @@
-"""Launcher for several processes: `accelerate launch scripts/train.py ...` or `torchrun --nproc_per_node 2 scripts/train.py ...`.
+"""Launcher for several processes: `accelerate launch scripts/train.py ...`, or with `torchrun --nproc_per_node 2`.
 
 Takes what `vanilla-transformer train` takes.
 """

@@ -86,6 +86,20 @@ def output_file(text: str) -> str:
     return text
 
 
+def output_folder(text: str) -> str:
+    """The path of a folder that exists or can be made."""
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"expected a folder to write to, but {text} is a file")
+    existing = os.path.abspath(text)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise argparse.ArgumentTypeError(f"cannot make the folder {text}: {existing} is a file")
+    if not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"no permission to write into {existing}")
+    return text
+
+
 def model_name(text: str) -> str:
     """A folder that exists, or a name that may be one on the Hub."""
     if os.path.isdir(text):
@@ -137,6 +151,22 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let code stored with the model run; models of this package do not need it",
     )
+
+
+def demo_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer demo`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} demo",
+        description="Trains a tiny model from English to German on numbers, dates, prices and times of day, generated "
+        "without any download; scores it on held-out lines, translates five of them, draws the attention of one "
+        'and saves a folder that pipeline("translation") opens.',
+    )
+    parser.add_argument("--output_dir", type=output_folder, metavar="D", default="demo", help="where to save it all")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the corpus and of the training")
+    parser.add_argument("--max_steps", type=whole_number, metavar="N", default=4000, help="updates of the training")
+    parser.add_argument("--train_size", type=whole_number, metavar="N", default=60_000, help="lines to learn from")
+    parser.add_argument("--test_size", type=whole_number, metavar="N", default=1_000, help="held-out lines to score")
+    return parser
 
 
 def translate_parser() -> argparse.ArgumentParser:
@@ -233,6 +263,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
 
 # The verbs whose arguments can be checked without importing the package.
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "demo": demo_parser,
     "translate": translate_parser,
     "evaluate": evaluate_parser,
 }

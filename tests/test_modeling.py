@@ -818,6 +818,7 @@ def test_a_new_input_embedding_takes_all_three_places():
     model = small_model()
     new = nn.Embedding(23, 16, padding_idx=1)
     model.set_input_embeddings(new)
+    assert {matrix.data_ptr() for matrix in three_matrices(model)[:2]} == {new.weight.data_ptr()}
     model.tie_weights()
     assert {matrix.data_ptr() for matrix in three_matrices(model)} == {new.weight.data_ptr()}
     untied = small_model(tie_word_embeddings=False)

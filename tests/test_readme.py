@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from small_models import randomise
-
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 
 
@@ -104,7 +103,9 @@ def test_shell_blocks_run(index, folder_with_demo):
 
 def test_every_name_in_the_index_exists():
     rows = [line for line in README.splitlines() if line.startswith("| ") and "`" in line]
-    sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "src" / "vanilla_transformer").glob("*.py")}
+    sources = {
+        path.name: path.read_text(encoding="utf-8") for path in (ROOT / "src" / "vanilla_transformer").glob("*.py")
+    }
     tests = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")}
     everything = "\n".join(sources.values()) + "\n".join(tests.values())
     for row in rows:
@@ -124,7 +125,11 @@ def test_every_name_in_the_index_exists():
 
 def test_every_departure_is_a_field_that_is_off_by_default():
     table = README.split("## Departures from the paper")[1].split("\n## ")[0]
-    fields = [name for row in re.findall(r"^\| (`[^|]+) \|", table, flags=re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    fields = [
+        name
+        for row in re.findall(r"^\| (`[^|]+) \|", table, flags=re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    ]
     paper = VanillaTransformerConfig()
     known = {
         "norm_first": False, "final_norm": None, "attention_bias": False, "output_bias": False,

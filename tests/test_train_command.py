@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
 import vanilla_transformer
 import vanilla_transformer_cli
 from vanilla_transformer.commands.train import new_config, parse, read_recipe
+from vanilla_transformer.evaluation import corpus_scores, perplexity
+from vanilla_transformer.translation import load_translator, translate_lines
 
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "scripts" / "recipes").glob("*.yaml"))
@@ -133,6 +136,20 @@ def test_the_best_model_by_bleu_is_the_one_in_the_folder(run):
     best = Path(state["best_model_checkpoint"])
     kept, saved = load_file(best / "model.safetensors"), load_file(run / "model.safetensors")
     assert all(torch.equal(kept[name], saved[name]) for name in saved)
+
+
+def test_the_results_are_those_of_the_saved_model_on_the_whole_validation_set(run, files):
+    """Read and translated again, line by line, from the folder and the text files."""
+    model, tokenizer = load_translator(str(run), device="cpu")
+    sources, targets = (
+        Path(files[f"--validation_{side}"]).read_text(encoding="utf-8").splitlines() for side in ("source", "target")
+    )
+    scores = json.loads((run / "eval_results.json").read_text())
+    assert math.exp(scores["eval_loss"]) == pytest.approx(perplexity(model, tokenizer, sources, targets), rel=1e-5)
+    translations = [best.text for best, *_ in translate_lines(model, tokenizer, sources, num_beams=1)]
+    expected = corpus_scores(translations, [targets])
+    assert scores["eval_bleu"] == pytest.approx(expected["bleu"]["score"], abs=1e-6)
+    assert scores["eval_chrf"] == pytest.approx(expected["chrf"]["score"], abs=1e-6)
 
 
 def test_tensorboard_has_the_curves(run):
@@ -346,6 +363,13 @@ def test_batches_of_sentences_replace_batches_of_tokens_wherever_they_are_asked_
     Path(recipe).write_text(yaml.safe_dump({**settings, "per_device_train_batch_size": 16, "tokens_per_batch": 5}))
     with pytest.raises(ValueError, match="exclude each other"):
         parsed("--recipe", recipe, *common)
+
+
+def test_resuming_can_be_denied_and_a_checkpoint_named(tmp_path, run, files):
+    common = [*flags(files), "--output_dir", tmp_path / "out", "--resume_from_checkpoint"]
+    assert parsed(*common, "false")[1].resume_from_checkpoint is None
+    checkpoint = str(run / "checkpoint-15")
+    assert parsed(*common, checkpoint)[1].resume_from_checkpoint == checkpoint
 
 
 def test_fields_of_the_configuration_are_given_by_name(tmp_path, files):

@@ -214,14 +214,14 @@ def test_the_rate_goes_on_after_save_and_resume(tmp_path):
 def test_other_schedules_stay_those_of_transformers(tmp_path):
     rates = {}
     for cls in (VanillaTransformerTrainer, Seq2SeqTrainer):
-        for schedule in ("linear", "cosine", "constant_with_warmup"):
+        for schedule in ("linear", "cosine"):
             watch = Watch()
             cls(
                 small_model(),
                 arguments(
                     tmp_path,
                     Seq2SeqTrainingArguments,
-                    max_steps=6,
+                    max_steps=4,
                     warmup_steps=2,
                     learning_rate=0.01,
                     lr_scheduler_type=schedule,
@@ -231,7 +231,7 @@ def test_other_schedules_stay_those_of_transformers(tmp_path):
                 callbacks=[watch],
             ).train()
             rates[cls, schedule] = watch.rates
-    for schedule in ("linear", "cosine", "constant_with_warmup"):
+    for schedule in ("linear", "cosine"):
         ours, stock = rates[VanillaTransformerTrainer, schedule], rates[Seq2SeqTrainer, schedule]
         assert ours == stock
         assert ours[0] == 0.0  # the stock warm-up, one update late
@@ -422,8 +422,7 @@ def test_a_micro_batch_without_labels_counts_for_nothing(tmp_path, cls):
     same_weights(model, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer])
+@pytest.mark.parametrize("cls, reentrant", [(VanillaTransformerTrainer, False), (Seq2SeqTrainer, True)])
 def test_gradient_checkpointing_changes_nothing(tmp_path, cls, reentrant):
     """B048, through the trainer: same loss and weights; afterwards the model still generates the same."""
     plain, plain_trainer = one_update(cls, tmp_path, 8, 1)
@@ -537,7 +536,7 @@ def test_the_seed_decides_the_order_of_the_batches(tmp_path):
         seen = received_batches(model)
         VanillaTransformerTrainer(
             model,
-            arguments(tmp_path, num_train_epochs=1, tokens_per_batch=40, seed=seed, data_seed=data_seed),
+            arguments(tmp_path, num_train_epochs=1, tokens_per_batch=80, seed=seed, data_seed=data_seed),
             train_dataset=random_pairs(MANY),
         ).train()
         orders.append([rows_of(batch) for batch in seen])
@@ -1163,7 +1162,7 @@ def test_a_few_pairs_are_learnt_by_heart_end_of_sentence_included(tmp_path, cls)
     dataset = random_pairs([(4, 3), (6, 7), (3, 5), (7, 11)])
     torch.manual_seed(0)
     model = VanillaTransformerForConditionalGeneration(small_model(d_model=32, d_ff=64, dropout=0.0).config)
-    common = {"max_steps": 120, "learning_rate": 0.005, "logging_steps": 60}
+    common = {"max_steps": 100, "learning_rate": 0.005, "logging_steps": 60}
     if cls is Trainer:
         args = arguments(tmp_path, TrainingArguments, **common)
         trainer = cls(model, args, train_dataset=dataset, data_collator=TranslationCollator(PAD))

@@ -756,7 +756,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         source_mask = None if source_kept is None else source_kept.to(x.device)[:, None, None, :]
         source_mask = self.mask_for_layers(source_mask, x, **kwargs)
         if encoder_hidden_states is not None:
-            encoder_hidden_states = in_autocast_precision(encoder_hidden_states)  # once for all layers
+            # Once for all layers.
+            encoder_hidden_states = cast(torch.FloatTensor, in_autocast_precision(encoder_hidden_states))
 
         for layer in self.layers:
             x = layer(x, target_mask, encoder_hidden_states, source_mask, cache, **kwargs)

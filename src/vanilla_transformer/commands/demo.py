@@ -4,7 +4,6 @@ A corpus is generated, a tokenizer and a tiny model are trained on it, held-out 
 folder is written that `pipeline("translation", model=folder)` opens.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -31,7 +30,7 @@ from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
 from vanilla_transformer.translation import translate_lines
 from vanilla_transformer.visualization import attention_figure, cross_attention_of, plot_attention
-from vanilla_transformer_cli import PROGRAM, OneLineParser, whole_number
+from vanilla_transformer_cli import demo_parser
 
 
 # So few words leave the parts of a long German number word whole and alike wherever they stand.
@@ -41,42 +40,11 @@ VOCAB_SIZE = 800
 SHAPE = {"encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 # Small batches: the number of updates counts. The learning rate falls to zero in a straight line, which ends so short
 # a training better than equation (3).
-UPDATES = 4000
 TOKENS_PER_BATCH = 1024
 LEARNING_RATE = 0.0015
 WARMUP_STEPS = 200
 
 SHOWN_KINDS = ("number", "ordinal", "date", "price", "sentence")
-
-
-def output_folder(text: str) -> str:
-    """The path of a folder that exists or can be made."""
-    if os.path.exists(text) and not os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"expected a folder to write to, but {text} is a file")
-    existing = os.path.abspath(text)
-    while not os.path.exists(existing):
-        existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        raise argparse.ArgumentTypeError(f"cannot make the folder {text}: {existing} is a file")
-    if not os.access(existing, os.W_OK):
-        raise argparse.ArgumentTypeError(f"no permission to write into {existing}")
-    return text
-
-
-def demo_parser() -> argparse.ArgumentParser:
-    """Arguments of `vanilla-transformer demo`."""
-    parser = OneLineParser(
-        prog=f"{PROGRAM} demo",
-        description="Trains a tiny model from English to German on numbers, dates, prices and times of day, generated "
-        "without any download; scores it on held-out lines, translates five of them, draws the attention of one "
-        'and saves a folder that pipeline("translation") opens.',
-    )
-    parser.add_argument("--output_dir", type=output_folder, metavar="D", default="demo", help="where to save it all")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the corpus and of the training")
-    parser.add_argument("--max_steps", type=whole_number, metavar="N", default=UPDATES, help="updates of the training")
-    parser.add_argument("--train_size", type=whole_number, metavar="N", default=60_000, help="lines to learn from")
-    parser.add_argument("--test_size", type=whole_number, metavar="N", default=1_000, help="held-out lines to score")
-    return parser
 
 
 def main(argv: list[str]) -> int:
@@ -109,7 +77,7 @@ def main(argv: list[str]) -> int:
     print(readable(results))
     print(five_translations(corpus.test, translations))
     print(
-        f"\nSaved in {arguments.output_dir}: the model, results.json, and attention.png (which source tokens each "
+        f"\nSaved in {arguments.output_dir}: the model, results.json, and attention.png\n(which source tokens each "
         "target token looked at). In Python:\n\n"
         "    import vanilla_transformer\n"
         "    from transformers import pipeline\n\n"
