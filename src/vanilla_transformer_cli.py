@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.metadata
 import logging
+import math
 import os
 import sys
 import traceback
@@ -60,6 +61,17 @@ def whole_number(text: str) -> int:
     return number
 
 
+def finite_number(text: str) -> float:
+    """A number that is neither infinite nor undefined."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return number
+
+
 def input_file(text: str) -> str:
     """The path of a file that can be read, or `-` for standard input."""
     if text != "-":
@@ -74,6 +86,8 @@ def input_file(text: str) -> str:
 
 def output_file(text: str) -> str:
     """The path of a file that can be written, or `-` for standard output."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a file to write to, got an empty name")
     if text != "-":
         folder = os.path.dirname(text) or "."
         if os.path.isdir(text):
@@ -197,7 +211,7 @@ def translate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--scores", action="store_true", help="write scores beside the text")
     parser.add_argument(
         "--length_penalty",
-        type=float,
+        type=finite_number,
         metavar="P",
         default=argparse.SUPPRESS,
         help="exponent of the length penalty; above 0, the greater the longer (default: the model's own)",

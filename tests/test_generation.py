@@ -608,3 +608,14 @@ def test_generation_in_16_bits_is_finite(attention, dtype):
     model = translating_model(attention).to(dtype)
     output = model.generate(padded(SOURCES)[0], return_dict_in_generate=True, output_scores=True)
     assert torch.isfinite(output.sequences_scores).all()
+
+
+def test_sinusoids_bring_no_warning_at_max_position_embeddings(caplog):
+    model = small_model(max_position_embeddings=8)
+    logging.enable_propagation()
+    try:
+        with caplog.at_level("WARNING"):
+            model.generate(words(1, 12), num_beams=1)
+    finally:
+        logging.disable_propagation()
+    assert not [record for record in caplog.records if "predefined maximum length" in record.getMessage()]

@@ -30,7 +30,7 @@ from transformers import (
 from conftest import TINY_CORPUS
 from small_models import small_model, words
 from translators import output_bias, varied_model
-from vanilla_transformer import VanillaTransformerForConditionalGeneration, training
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, training
 from vanilla_transformer.data import TranslationCollator, tokenize_pairs
 from vanilla_transformer.training import (
     VanillaTransformerTrainer,
@@ -1265,3 +1265,12 @@ def test_two_processes_evaluate_every_segment_once(tmp_path, tokens_per_batch):
     assert results[1][3] == pytest.approx(results[0][3], abs=1e-6)
     assert results[0][4] == results[1][4] == 5
     assert results[0][2] == [row["labels"] for row in random_pairs(MANY[:5])]
+
+
+def test_training_leaves_use_cache_of_the_configuration_as_it_was(tmp_path, tiny_tokenizer):
+    for use_cache in (True, False):
+        config = VanillaTransformerConfig.from_preset("tiny", vocab_size=len(tiny_tokenizer), use_cache=use_cache)
+        model = VanillaTransformerForConditionalGeneration(config)
+        arguments = VanillaTransformerTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+        VanillaTransformerTrainer(model, arguments, processing_class=tiny_tokenizer)
+        assert model.config.use_cache is use_cache

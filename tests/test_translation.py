@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import json
 import logging
 import math
 import os
@@ -406,3 +407,46 @@ def test_an_output_that_cannot_be_is_refused(tmp_path):
     with open_output(os.devnull) as file:  # no regular file: written as it comes
         file.write("x")
     assert not os.path.isfile(os.devnull)
+
+
+@pytest.mark.parametrize(
+    "field, value, told",
+    [
+        ("vocab_size", 1000, "shapes"),
+        ("decoder_layers", 5, "lacks"),
+        ("decoder_layers", 1, "no place for"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused_in_one_line_without_a_report(
+    field, value, told, tmp_path, tiny_tokenizer, capfd
+):
+    model = varied_model(tiny_tokenizer)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, field: value}), encoding="utf-8")
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=told):
+        load_translator(str(tmp_path), device="cpu")
+    told_beside = capfd.readouterr().err
+    assert "LOAD REPORT" not in told_beside
+    assert "[transformers]" not in told_beside
+
+
+def test_a_tokenizer_of_another_model_is_refused_or_warned_of(tmp_path, tiny_tokenizer, caplog):
+    model = varied_model(tiny_tokenizer)
+    model.save_pretrained(tmp_path)
+    larger = copy.deepcopy(tiny_tokenizer)
+    larger.add_tokens(["one", "more", "word"])
+    larger.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not the tokenizer"):
+        load_translator(str(tmp_path), device="cpu")
+    model.resize_token_embeddings(len(larger) + 400)
+    model.save_pretrained(tmp_path)
+    with caplog.at_level("WARNING"):
+        load_translator(str(tmp_path), device="cpu")
+    assert "is it the tokenizer of this model?" in caplog.text
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="the tokenizer in"):
+        load_translator(str(tmp_path), device="cpu")

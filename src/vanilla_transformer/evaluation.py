@@ -56,7 +56,10 @@ def corpus_scores(
             )
     if tokenize is not None and tokenize not in BLEU.TOKENIZERS:
         raise ValueError(f"tokenize must be one of {', '.join(sorted(BLEU.TOKENIZERS))}, got {tokenize!r}.")
-    bleu, chrf = BLEU(tokenize=tokenize), CHRF()
+    try:
+        bleu, chrf = BLEU(tokenize=tokenize), CHRF()
+    except (RuntimeError, ImportError) as error:  # a tokenizer that needs a package of its own
+        raise ImportError(f"tokenize={tokenize!r}: {' '.join(str(error).split())}") from error
     lists = [list(lines) for lines in references]
     bleu_score = bleu.corpus_score(list(hypotheses), lists)
     chrf_score = chrf.corpus_score(list(hypotheses), lists)

@@ -184,6 +184,15 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             **kwargs,
         )
 
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """The stock criteria, without the warning at `max_position_embeddings`, which does not bound sinusoids."""
+        criteria = cast(Any, super())._get_stopping_criteria(*args, **kwargs)
+        if self.config.position_embedding == "sinusoidal":
+            for criterion in criteria:
+                if hasattr(criterion, "max_position_embeddings"):
+                    criterion.max_position_embeddings = None
+        return criteria
+
     def _prepare_source_mask(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Puts the mask that padding implies into `kwargs`; returns kept source tokens of each row, shape (batch,)."""
         input_ids = kwargs.get("input_ids") if inputs is None else inputs

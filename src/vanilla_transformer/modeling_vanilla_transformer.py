@@ -2,8 +2,7 @@
 
 Read from top to bottom: attention (3.2), feed-forward (3.3), embeddings and positions (3.4, 3.5), the layers and
 stacks (3.1), the loss (5.4), and the classes that transformers loads. The equation stands first; where a faster way to
-    the same
-numbers exists it stands beside it and says when it applies. This file ships with every saved model.
+the same numbers exists it stands beside it and says when it applies. This file ships with every saved model.
 """
 
 import math

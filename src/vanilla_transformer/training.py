@@ -177,7 +177,10 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             )
         if args is not None and args.learning_rate is None:
             args = copy.copy(args)  # the caller may use them again, for a model of another width
+        use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(model, args, *rest, **kwargs)
+        if use_cache is not None:
+            self.model.config.use_cache = use_cache  # the stock trainer writes its own into what is saved
         if self.args.learning_rate is None:
             self.args.learning_rate = self._peak_of_the_paper()
         has_collator = kwargs.get("data_collator") is not None or (len(rest) > 0 and rest[0] is not None)

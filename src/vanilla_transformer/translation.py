@@ -42,6 +42,12 @@ _NO_LENGTH_LIMIT = 10**9
 # them.
 _SCORES_PER_BATCH = 2**27
 
+# A vocabulary is rounded up to a multiple at most; a greater difference is worth a word.
+_MOST_UNUSED_WORDS = 256
+
+# What a trainer keeps beside the weights, and no weights themselves.
+_TRAINER_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*)\.(bin|pt|pth)")
+
 _LINE_BREAKS = re.compile(r"[\r\n]+")
 
 
@@ -402,12 +408,15 @@ def load_translator(
                 f"{name} holds a model of type {config.model_type!r}, which is no encoder-decoder and so cannot "
                 "translate here; pass a sequence-to-sequence model."
             )
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model, report = AutoModelForSeq2SeqLM.from_pretrained(
-            name, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, **options
-        )
+        tokenizer = _open_tokenizer(name, options)
+        with _without_load_report():
+            model, report = AutoModelForSeq2SeqLM.from_pretrained(
+                name, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, **options
+            )
     except (SafetensorError, RuntimeError) as error:  # broken weights, or of other shapes than the configuration's
-        raise ValueError(f"the weights in {name} cannot be used: {error}") from error
+        other_shapes = "ignore_mismatched_sizes" in str(error)
+        reason = "their shapes are not those that its config.json asks for." if other_shapes else str(error)
+        raise ValueError(f"the weights in {name} cannot be used: {reason}") from error
     except OSError as error:
         where = "" if os.path.isdir(name) else " (no folder of that name here, so it was looked for on the Hub)"
         raise OSError(f"cannot open the model {name}{where}: {error}") from error
@@ -417,7 +426,52 @@ def load_translator(
             f"{name} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}; save the "
             "model again."
         )
+    if report["unexpected_keys"]:
+        unexpected = sorted(report["unexpected_keys"])
+        raise ValueError(
+            f"{name} has {len(unexpected)} weights that its config.json has no place for, such as {unexpected[0]}: "
+            "the configuration is not that of this model."
+        )
+    vocab_size = config.vocab_size
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer in {name} has {len(tokenizer)} words and the model {vocab_size}: it is not the tokenizer "
+            "of this model."
+        )
+    if vocab_size - len(tokenizer) > _MOST_UNUSED_WORDS:
+        logger.warning(
+            "the tokenizer in %s has %d words and the model %d: is it the tokenizer of this model?",
+            name,
+            len(tokenizer),
+            vocab_size,
+        )
     return model.to(place).eval(), tokenizer
+
+
+def _open_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer, with one kind of error for whatever is wrong with its files."""
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"the tokenizer in {name} cannot be used: {reason}") from error
+
+
+@contextlib.contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keeps the many lines that transformers writes of weights that do not fit; the caller says it in one."""
+    loader = logging.getLogger("transformers.modeling_utils")
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    loader.addFilter(is_error)
+    try:
+        yield
+    finally:
+        loader.removeFilter(is_error)
 
 
 def _usable_device(device: str | None) -> torch.device:
@@ -442,7 +496,11 @@ def _require_model_folder(folder: str) -> None:
         raise FileNotFoundError(f"no config.json in the folder {folder}{hint}")
     weights = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
     if not weights:
-        others = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        others = sorted(
+            name
+            for name in os.listdir(folder)
+            if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and not _TRAINER_STATE.fullmatch(name)
+        )
         found = f"only {', '.join(others)}, which would have to be unpickled" if others else "no weights at all"
         raise ValueError(
             f"no safetensors in the folder {folder}, but {found}; save the model again with save_pretrained, which "

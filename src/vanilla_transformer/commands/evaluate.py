@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from typing import Any
 
@@ -23,6 +24,12 @@ def main(argv: list[str]) -> int:
     arguments = evaluate_parser().parse_args(argv)
     given = vars(arguments)
     transformers_logging.disable_progress_bar()
+    outputs_named = [
+        os.path.realpath(given[name]) for name in ("json", "hypothesis_output") if given.get(name, "-") != "-"
+    ]
+    inputs_named = [os.path.realpath(path) for path in (arguments.source, *arguments.reference)]
+    if len(set(outputs_named)) < len(outputs_named) or set(outputs_named) & set(inputs_named):
+        raise ValueError("--json, --hypothesis_output, --source and --reference must name different files.")
     sources, references = read_test_set(arguments.source, arguments.reference)
     corpus_scores(sources, references, tokenize=arguments.tokenize)  # refuses a wrong --tokenize before the work
     with contextlib.ExitStack() as outputs:
