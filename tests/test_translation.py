@@ -320,7 +320,7 @@ def test_nothing_is_ever_unpickled(folder, tmp_path, monkeypatch, with_safetenso
     else:
         (path / "model.safetensors").unlink()
         message = (
-            r"no safetensors .* only optimizer.pt, pytorch_model.bin"
+            r"no safetensors .* only pytorch_model.bin"
             if with_own_check
             else r"no file named model.safe"
         )
