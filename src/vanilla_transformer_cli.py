@@ -347,12 +347,11 @@ def run(verb: str, argv: list[str]) -> int:
     package_logger.addHandler(handler)
     try:
         code = importlib.import_module(f"vanilla_transformer.commands.{verb}").main(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return int(code or 0)
     except BrokenPipeError:
-        # Whoever read our output has gone; nor can the interpreter flush it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return leave_quietly()
     except KeyboardInterrupt:
         print(f"\n{prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -366,6 +365,12 @@ def run(verb: str, argv: list[str]) -> int:
         package_logger.removeHandler(handler)
 
 
+def leave_quietly() -> int:
+    """The exit code where whoever read our output has gone; nor can the interpreter flush it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE
+
+
 def main(argv: list[str] | None = None) -> int:
     """The entry of the console command.
 
@@ -375,7 +380,18 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 where nobody reads the output any more.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return answer(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        return leave_quietly()
+
+
+def answer(argv: list[str]) -> int:
+    """Answers from this file alone, or runs a verb; returns the exit code."""
     if not argv:
         print(usage(), file=sys.stderr)
         return EXIT_USER_ERROR

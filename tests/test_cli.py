@@ -469,3 +469,15 @@ def test_the_commands_run_as_processes(folder, tmp_path, verb):
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, b"")
     assert out.count(b"\n") == {"translate": 1, "evaluate": 6}[verb]
+
+
+@pytest.mark.parametrize("stream, arguments", [("stdin", ["--output", "out"]), ("stdout", ["--input", "in"])])
+def test_a_closed_standard_stream_is_one_line(stream, arguments, tmp_path, tiny_tokenizer, monkeypatch, capsys):
+    varied_model(tiny_tokenizer).save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "in").write_text("one\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, stream, None)
+    assert cli.main(["translate", "--model", str(tmp_path / "model"), *arguments]) == 2
+    monkeypatch.undo()
+    assert "is closed" in capsys.readouterr().err

@@ -744,3 +744,28 @@ def test_two_processes_resume_in_mid_epoch_bit_identically(tmp_path, files):
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "rest"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     assert (tmp_path / "whole" / "tokenizer.json").read_bytes() == (tmp_path / "rest" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--max_source_tokens", "1"], "--max_source_tokens must be"),
+        (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps must be"),
+        (["--learning_rate", "nan"], "--learning_rate must be"),
+        (["--adam_beta1", "2"], "--adam_beta1 must be below 1"),
+        (["--data_seed", "-4"], "--data_seed must be"),
+        (["--num_train_epochs", "0"], "train nothing"),
+        (["--report_to", "no_such_thing"], "no_such_thing"),
+        (["--config_overrides", "is_encoder_decoder=false"], "is_encoder_decoder must be True"),
+    ],
+)
+def test_a_number_out_of_range_is_told_before_the_corpus_is_read(arguments, told, tmp_path, capsys):
+    for name in ("source", "target"):  # unequal: reading them would be another error
+        (tmp_path / name).write_text("one line\n" * (2 if name == "source" else 3), encoding="utf-8")
+    output = tmp_path / "output"
+    files = ["--train_source", str(tmp_path / "source"), "--train_target", str(tmp_path / "target")]
+    assert vanilla_transformer_cli.main(["train", *files, "--output_dir", str(output), *arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert told in lines[0]
+    assert not output.exists()

@@ -319,11 +319,7 @@ def test_nothing_is_ever_unpickled(folder, tmp_path, monkeypatch, with_safetenso
             assert torch.equal(model.state_dict()[name], tensor)
     else:
         (path / "model.safetensors").unlink()
-        message = (
-            r"no safetensors .* only pytorch_model.bin"
-            if with_own_check
-            else r"no file named model.safe"
-        )
+        message = r"no safetensors .* only pytorch_model.bin" if with_own_check else r"no file named model.safe"
         with pytest.raises((ValueError, OSError), match=message):
             load_translator(str(path))
     assert not marker.exists()

@@ -209,6 +209,8 @@ class VanillaTransformerConfig(PretrainedConfig):
         self._validate()
 
     def _validate(self) -> None:
+        if not self.is_encoder_decoder:
+            raise ValueError("is_encoder_decoder must be True, got False: the model has an encoder and a decoder.")
         for name in ("vocab_size", "d_model", "d_ff", "num_heads", "encoder_layers", "decoder_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")

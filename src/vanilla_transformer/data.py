@@ -85,6 +85,8 @@ def read_lines(path: PathLike) -> Iterator[str]:
 def _iterate_lines(path: PathLike) -> Iterator[str]:
     name = _display_name(path)
     if os.fspath(path) == "-":
+        if sys.stdin is None:
+            raise ValueError("standard input is closed; give a file, or open it")
         yield from _decoded_lines(sys.stdin.buffer, name)
         return
     with gzip.open(path, "rb") if _is_gzip(path) else open(path, "rb") as file:

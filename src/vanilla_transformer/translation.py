@@ -523,6 +523,8 @@ def open_output(path: str) -> Iterator[TextIO]:
         OSError: The file cannot be written, for instance since its folder does not exist.
     """
     if path == "-":
+        if sys.stdout is None:
+            raise ValueError("standard output is closed; give a file, or open it")
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(encoding="utf-8", newline="\n")
         yield sys.stdout

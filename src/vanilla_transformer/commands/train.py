@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, cast
 import yaml
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import logging
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
@@ -360,6 +362,48 @@ def check_arguments(arguments: TrainArguments, training_arguments: VanillaTransf
             f"--warmup_steps {training_arguments.warmup_steps}: without --learning_rate, the peak is (d_model * "
             "warmup_steps) ** -0.5, for which warmup_steps must be at least 1."
         )
+    check_numbers(arguments, training_arguments)
+    check_reports(training_arguments)
+
+
+def check_numbers(arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments) -> None:
+    """Raises where a number is out of range, which would be noticed only after the corpus is read."""
+    given = training_arguments
+    lowest: dict[str, tuple[float | None, float]] = {
+        "max_source_tokens": (arguments.max_source_tokens, 2),
+        "max_target_tokens": (arguments.max_target_tokens, 2),
+        "preprocessing_num_workers": (arguments.preprocessing_num_workers, 1),
+        "gradient_accumulation_steps": (given.gradient_accumulation_steps, 1),
+        "per_device_train_batch_size": (given.per_device_train_batch_size, 1),
+        "per_device_eval_batch_size": (given.per_device_eval_batch_size, 1),
+        "dataloader_num_workers": (given.dataloader_num_workers, 0),
+        "data_seed": (given.data_seed, 0),
+        "learning_rate": (given.learning_rate, 0),
+        "adam_beta1": (given.adam_beta1, 0),
+        "adam_beta2": (given.adam_beta2, 0),
+        "adam_epsilon": (given.adam_epsilon, 0),
+        "max_grad_norm": (given.max_grad_norm, 0),
+    }
+    for name, (value, least) in lowest.items():
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"--{name} must be a number of at least {least}, got {value}.")
+    for name in ("adam_beta1", "adam_beta2"):
+        if getattr(given, name) >= 1:
+            raise ValueError(f"--{name} must be below 1, got {getattr(given, name)}.")
+    if given.max_steps <= 0 and not 0 < given.num_train_epochs < math.inf:
+        raise ValueError(
+            f"--num_train_epochs {given.num_train_epochs} and --max_steps {given.max_steps} train nothing; one of "
+            "them must be above 0."
+        )
+
+
+def check_reports(training_arguments: VanillaTransformerTrainingArguments) -> None:
+    """Raises where --report_to names something unknown, or something that is not installed."""
+    for integration in get_reporting_integration_callbacks(training_arguments.report_to):
+        try:
+            integration()
+        except RuntimeError as error:
+            raise ImportError(f"--report_to: {' '.join(str(error).split())}") from error
 
 
 def new_config(arguments: TrainArguments, **special: Any) -> VanillaTransformerConfig:

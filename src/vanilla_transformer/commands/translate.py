@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
                 f"--n_best {arguments.n_best} needs as many beams, but there are {num_beams}; add --num_beams "
                 f"{arguments.n_best}."
             )
-        at_terminal = arguments.input == "-" and sys.stdin.isatty()
+        at_terminal = arguments.input == "-" and sys.stdin is not None and sys.stdin.isatty()
         window = given.get("window", 1 if at_terminal else 10000)
         translations = translate_lines(
             model,
