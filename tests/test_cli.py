@@ -68,7 +68,13 @@ def start(*argv: str, **options) -> subprocess.Popen:
     paths = [str(CLI_FILE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, CLI_FILE, *argv], env=environment, **{**pipes, **options})
+    return subprocess.Popen(
+        [sys.executable, CLI_FILE, *argv],
+        env=environment,
+        # A shell's background jobs ignore Ctrl-C, and so would their children; a user's do not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **{**pipes, **options},
+    )
 
 
 # --- What needs no torch -------------------------------------------------------------------------------------------
