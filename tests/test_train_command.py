@@ -769,3 +769,18 @@ def test_a_number_out_of_range_is_told_before_the_corpus_is_read(arguments, told
     assert len(lines) == 1
     assert told in lines[0]
     assert not output.exists()
+
+
+def test_resuming_from_another_run_does_not_overwrite_a_model(tmp_path, capsys):
+    good, other = tmp_path / "good", tmp_path / "other" / "checkpoint-3"
+    good.mkdir()
+    other.mkdir(parents=True)
+    (good / "config.json").write_text("{}", encoding="utf-8")
+    (other / "trainer_state.json").write_text("{}", encoding="utf-8")
+    text = tmp_path / "text"
+    text.write_text("one line\n", encoding="utf-8")
+    files = ["--train_source", str(text), "--train_target", str(text)]
+    resume = ["--resume_from_checkpoint", str(other)]
+    assert vanilla_transformer_cli.main(["train", *files, "--output_dir", str(good), *resume]) == 2
+    assert "holds a trained model already" in capsys.readouterr().err
+    assert [path.name for path in good.iterdir()] == ["config.json"]

@@ -174,7 +174,11 @@ def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingAr
     resume = chosen.get("resume_from_checkpoint")
     if str(resume).lower() in ("false", "0", "no", "none"):
         resume = None
-    check_output_folder(str(chosen["output_dir"]), bool(resume))
+    # Only a run that continues its own folder may write over what is there.
+    own = str(resume).lower() in ("true", "1", "yes") or (
+        resume and Path(chosen["output_dir"]).resolve() in Path(resume).resolve().parents
+    )
+    check_output_folder(str(chosen["output_dir"]), bool(own))
     parser.set_defaults(**defaults, **{name: None for name, value in recipe.items() if value is None})
     # What comes later on a command line counts, so a recipe is what stands before it.
     arguments, training_arguments = parser.parse_args_into_dataclasses(
