@@ -1,4 +1,4 @@
-"""What all tests share: no network, a cache of their own, fixed seeds, two threads, a small tokenizer."""
+"""What all tests share: no network, a cache of their own, fixed seeds, one thread, a small tokenizer."""
 
 import atexit
 import os

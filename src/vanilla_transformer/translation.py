@@ -480,7 +480,7 @@ def _usable_device(device: str | None) -> torch.device:
     try:
         place = torch.device(device)
         torch.zeros(1, device=place).item()  # a device without data, such as "meta", fails here
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device {device!r} cannot be used here ({reason}); pass 'cpu', or leave it out.") from None
     return place
