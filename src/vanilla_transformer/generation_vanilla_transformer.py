@@ -70,8 +70,8 @@ def paper_generation_config(config: Any) -> GenerationConfig:
         "decoder_start_token_id": config.decoder_start_token_id,
         **getattr(config, "_moved_generation_settings", {}),
     }
-    if "length_penalty" in settings and settings.get("num_beams") == 1:
-        # A length penalty without beams means nothing, and transformers warns of it at every save.
+    if settings["num_beams"] == 1:
+        # A stop rule for beams means nothing without them, and transformers warns of it.
         settings["early_stopping"] = False
     return GenerationConfig(**settings)
 
