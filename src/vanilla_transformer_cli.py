@@ -24,6 +24,7 @@ VERBS = {
     "train": "train a model on parallel text, or fine-tune one",
     "translate": "translate a file or standard input, line by line",
     "evaluate": "BLEU, chrF and perplexity of a model on parallel text",
+    "push": "upload a model with its code, tokenizer, settings and card to the Hub",
 }
 
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
@@ -111,6 +112,14 @@ def output_folder(text: str) -> str:
         raise argparse.ArgumentTypeError(f"cannot make the folder {text}: {existing} is a file")
     if not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"no permission to write into {existing}")
+    return text
+
+
+def model_folder(text: str) -> str:
+    """A folder that exists."""
+    if not os.path.isdir(text):
+        what = "is a file" if os.path.exists(text) else "does not exist"
+        raise argparse.ArgumentTypeError(f"expected the folder of a model, but {text!r} {what}")
     return text
 
 
@@ -272,6 +281,41 @@ def evaluate_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hypothesis_output", type=output_file, metavar="F", default=argparse.SUPPRESS, help="write the translations"
     )
+    parser.add_argument(
+        "--update_card", action="store_true", help="add the scores to the model card in the folder of the model"
+    )
+    parser.add_argument(
+        "--dataset_name",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="what the card calls the test set (default: the name of the source file)",
+    )
+    return parser
+
+
+def push_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer push`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} push",
+        description="Uploads a model's folder to the Hub as one commit: weights, code, tokenizer, generation "
+        "settings, the record of its training and its model card. Checkpoints and optimiser states stay. The token is "
+        "that of `hf auth login`, or of the variable HF_TOKEN.",
+    )
+    parser.add_argument(
+        "--model", required=True, type=model_folder, metavar="D", default=argparse.SUPPRESS, help="the model's folder"
+    )
+    parser.add_argument(
+        "--repo_id", required=True, metavar="USER/NAME", default=argparse.SUPPRESS, help="made where it does not exist"
+    )
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument(
+        "--revision", metavar="B", default=argparse.SUPPRESS, help="branch to commit to, made where it does not exist"
+    )
+    parser.add_argument("--commit_message", metavar="TEXT", default="Upload model", help="of the commit")
+    parser.add_argument(
+        "--license", metavar="L", default=argparse.SUPPRESS, help="written into the card, such as apache-2.0"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="show what would go, and the card, and send nothing")
     return parser
 
 
@@ -280,6 +324,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "demo": demo_parser,
     "translate": translate_parser,
     "evaluate": evaluate_parser,
+    "push": push_parser,
 }
 
 
@@ -331,6 +376,7 @@ def users_mistake(error: Exception) -> str | None:
         "safetensors",
         "safetensors_rust",
         "huggingface_hub",
+        "httpx",
     ):
         return str(error) or name
     return None

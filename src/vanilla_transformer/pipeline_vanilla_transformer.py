@@ -4,10 +4,15 @@ transformers 5 removed its own; this one returns what that of version 4 returned
 saved model.
 """
 
+import os
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, ModelCardData
 from transformers import Pipeline
 from transformers.utils import logging
 
@@ -178,6 +183,90 @@ class VanillaTransformerTranslationPipeline(Pipeline):
             )
             records.append({"translation_text": "" if blank else text})
         return records
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Saves model, tokenizer and generation settings, and a short model card where there is none.
+
+        The model brings its code along. For models of other families the stock method would add this file and an
+        entry for it in their configuration, and they would then ask for `trust_remote_code` where the task is known.
+        """
+        self.model.save_pretrained(save_directory, **kwargs)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(save_directory)
+        card = Path(save_directory) / "README.md"
+        if not card.exists():
+            card.write_text(self._model_card(card.parent.resolve().name), encoding="utf-8")
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload pipeline",
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Uploads what `save_pretrained` writes, as one commit; a card that is there already stays.
+
+        Args:
+            repo_id: `user/name`; made where it does not exist.
+            commit_message: Of the commit.
+            private: Whether a new repository is private; None means what the owner's settings say.
+            token: None means that of `hf auth login` or of HF_TOKEN.
+            revision: Branch, made where it does not exist.
+            create_pr: Whether to open a pull request instead of committing.
+            kwargs: For the model's `save_pretrained`, such as `max_shard_size`.
+
+        Returns:
+            `huggingface_hub.CommitInfo`.
+        """
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / repo_id.rpartition("/")[2]
+            self.save_pretrained(folder, **kwargs)
+            if api.file_exists(repo_id, "README.md", revision=revision):
+                (folder / "README.md").unlink()
+            return api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message,
+                revision=revision,
+                create_pr=create_pr,
+            )
+
+    def _model_card(self, name: str) -> str:
+        """A card that says no more than a pipeline knows: the model's family and size, the languages of the task."""
+        model: Any = self.model
+        origin = str(getattr(model.config, "_name_or_path", "") or "")
+        from_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", origin) is not None and not os.path.exists(origin)
+        languages = re.fullmatch(r"translation_([a-z]{2,3})_to_([a-z]{2,3})", self.task or "")
+        data = ModelCardData(
+            library_name="transformers",
+            pipeline_tag="translation",
+            tags=["translation", str(model.config.model_type).replace("_", "-")],
+            language=list(languages.groups()) if languages else None,
+            base_model=origin if from_hub else None,
+        )
+        code = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
+        return "\n".join(
+            [
+                f"---\n{data.to_yaml()}\n---\n",
+                f"# {re.sub(r'[^0-9A-Za-z._ -]', '', name)}\n",
+                f"A translation model (`{type(model).__name__}`) with {model.num_parameters():,} parameters and its "
+                "tokenizer.\n",
+                "```python",
+                "from transformers import pipeline\n",
+                f'translate = pipeline("translation", model="PATH_OR_NAME"{code})',
+                'print(translate("A sentence to translate."))',
+                "```",
+                "",
+            ]
+        )
 
 
 __all__ = ["VanillaTransformerTranslationPipeline"]

@@ -28,7 +28,8 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from transformers.utils import logging
 
 from vanilla_transformer.data import TokenBatchSampler, TranslationCollator, token_lengths
-from vanilla_transformer.evaluation import compute_metrics_for
+from vanilla_transformer.evaluation import compute_metrics_for, corpus_scores
+from vanilla_transformer.hub import WEIGHTS, TrainingRun, changed_arguments, decoding_text, write_model_card
 from vanilla_transformer.translation import length_batches
 
 
@@ -186,13 +187,18 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         has_collator = kwargs.get("data_collator") is not None or (len(rest) > 0 and rest[0] is not None)
         if not has_collator and hasattr(self.model, "config"):
             self.data_collator = TranslationCollator(self.model.config.pad_token_id)
-        if self.compute_metrics is None and self.args.predict_with_generate and self.processing_class is not None:
+        self._measures_bleu = (
+            self.compute_metrics is None and self.args.predict_with_generate and self.processing_class is not None
+        )
+        if self._measures_bleu:
             self.compute_metrics = compute_metrics_for(self.processing_class)
         self.tokens_per_batch = tokens_per_batch
         if tokens_per_batch is None:
             self.tokens_per_batch = getattr(self.args, "tokens_per_batch", None)
         self._target_tokens: Any = 0
+        self._target_tokens_of_run: Any = 0
         self._target_tokens_since = time.perf_counter()
+        self.run = TrainingRun()
 
     # Learning rate (section 5.3)
 
@@ -263,14 +269,85 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                 raise ValueError(f"there is no whole checkpoint to resume from in {self.args.output_dir}.")
         if self.args.device.type == "cpu":
             keep_freed_memory()
-        self._target_tokens_since = time.perf_counter()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._target_tokens_of_run = 0
+        self._target_tokens_since = start = time.perf_counter()
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._record_run(result, time.perf_counter() - start, resume_from_checkpoint)
+        return result
+
+    def _record_run(self, result: Any, seconds: float, resumed_from: str | None) -> None:
+        """Writes what the run was into `run`, for the model card."""
+        run = self.run
+        state_file = Path(resumed_from or "") / "trainer_state.json"
+        resumes = resumed_from and state_file.is_file()
+        run.resumed_at = json.loads(state_file.read_text(encoding="utf-8"))["global_step"] if resumes else None
+        datasets: tuple[Any, Any] = (self.train_dataset, self.eval_dataset)
+        run.training_pairs, run.validation_pairs = (
+            len(each) if hasattr(each, "__len__") else None for each in datasets
+        )
+        run.arguments = changed_arguments(self.args)
+        run.updates, run.epochs = self.state.global_step, self.state.epoch
+        run.target_tokens = int(self._target_tokens_of_run) or None
+        run.seconds = round(seconds, 1)
+        run.processes = self.accelerator.num_processes
+        run.train_loss = float(result.training_loss)
+        run.note_machine()
+        kept_at = self.state.best_global_step if self.args.load_best_model_at_end else self.state.global_step
+        for entry in self.state.log_history:
+            if entry["step"] == kept_at:
+                self._record_evaluation(entry)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the model card, with what `run` knows, into `output_dir`; the stock one for other models."""
+        if self.is_world_process_zero() and not self._write_model_card(self.args.output_dir, kwargs.get("license")):
+            super().create_model_card(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves model, code, tokenizer, generation settings, the record of the run and the model card."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save and not _internal_call:
+            self._write_model_card(output_dir or self.args.output_dir)
+
+    def _write_model_card(self, folder: str, license: str | None = None) -> bool:
+        """Writes record and card into a folder that holds a model of this package; returns whether it does."""
+        holds_model = any((Path(folder) / name).is_file() for name in WEIGHTS) and is_ours(self.model)
+        if holds_model:
+            write_model_card(folder, self.run, model_id=self.args.hub_model_id, license=license)
+        return holds_model
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluates; see `Seq2SeqTrainer.evaluate`. Scores of the evaluation set go into `run`, for the card."""
+        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        if eval_dataset is None and not self.is_in_train:
+            self._record_evaluation(metrics)
+        return metrics
+
+    def _record_evaluation(self, metrics: dict[str, float]) -> None:
+        """Adds BLEU and chrF of an evaluation on the validation text to `run`."""
+        if not self._measures_bleu or "eval_bleu" not in metrics or not hasattr(self.eval_dataset, "__len__"):
+            return
+        signatures = corpus_scores(["a"], [["a"]])
+        beams = getattr(self, "_gen_kwargs", {}).get("num_beams")
+        self.run.add_evaluation(
+            {
+                "name": "validation text",
+                "dataset": self.run.dataset,
+                "segments": len(self.eval_dataset),
+                "decoding": decoding_text(self.model.generation_config, num_beams=beams),
+                "perplexity": perplexity_of(metrics["eval_loss"]) if "eval_loss" in metrics else None,
+                **{
+                    name: {"score": metrics[f"eval_{name}"], "signature": signatures[name]["signature"]}
+                    for name in ("bleu", "chrf")
+                },
+            }
+        )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one update; counts their target tokens for the log."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         if num_items is not None:
             self._target_tokens = self._target_tokens + num_items
+            self._target_tokens_of_run = self._target_tokens_of_run + num_items
         return batches, num_items
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -408,6 +485,16 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         }
         with self.compute_loss_context_manager():
             return model.generate(**sources, **settings)
+
+
+def is_ours(model: Any) -> bool:
+    """Whether it is a translation model of this package, not one of another package or an adapter around one."""
+    return type(model).__name__ == "VanillaTransformerForConditionalGeneration"
+
+
+def number_of_rows(dataset: Any) -> int | None:
+    """None for a stream, whose rows nobody has counted, and for no dataset."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def lengths_of(dataset: Any) -> list[np.ndarray]:

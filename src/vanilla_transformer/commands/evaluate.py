@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer.data import read_lines
 from vanilla_transformer.evaluation import corpus_scores, perplexity
+from vanilla_transformer.hub import add_evaluation, decoding_text
 from vanilla_transformer.translation import load_translator, open_output, translate_lines
 from vanilla_transformer_cli import evaluate_parser
 
@@ -30,6 +31,10 @@ def main(argv: list[str]) -> int:
     inputs_named = [os.path.realpath(path) for path in (arguments.source, *arguments.reference)]
     if len(set(outputs_named)) < len(outputs_named) or set(outputs_named) & set(inputs_named):
         raise ValueError("--json, --hypothesis_output, --source and --reference must name different files.")
+    if arguments.update_card and not os.path.isdir(arguments.model):
+        raise ValueError(f"--update_card needs the model's folder, got {arguments.model}.")
+    if "dataset_name" in given and not arguments.update_card:
+        raise ValueError("--dataset_name is for --update_card, which is missing.")
     sources, references = read_test_set(arguments.source, arguments.reference)
     corpus_scores(sources, references, tokenize=arguments.tokenize)  # refuses a wrong --tokenize before the work
     with contextlib.ExitStack() as outputs:
@@ -73,6 +78,19 @@ def main(argv: list[str]) -> int:
             text_output.writelines(text + "\n" for text in hypotheses)
         if json_output is not None:
             json_output.write(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    if arguments.update_card:
+        add_evaluation(
+            arguments.model,
+            {
+                "name": given.get("dataset_name", os.path.basename(arguments.source)),
+                "decoding": decoding_text(model.generation_config, num_beams=settings.get("num_beams")),
+                **{name: results[name] for name in ("segments", "dtype", "perplexity")},
+                **{
+                    metric: {name: results[metric][name] for name in ("score", "signature")}
+                    for metric in ("bleu", "chrf")
+                },
+            },
+        )
     if given.get("json") != "-" and given.get("hypothesis_output") != "-":
         print(readable(results))
     return 0

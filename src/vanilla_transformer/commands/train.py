@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
 from vanilla_transformer.data import load_pairs, tokenize_pairs
+from vanilla_transformer.hub import TrainingRun
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.training import (
     VanillaTransformerTrainer,
@@ -67,8 +68,12 @@ class TrainArguments:
     validation_split: str | None = field(
         default=None, metadata={"help": "Split of the dataset to validate on; none by default."}
     )
-    source_lang: str | None = field(default=None, metadata={"help": "Language code or column of the source."})
-    target_lang: str | None = field(default=None, metadata={"help": "Language code or column of the target."})
+    source_lang: str | None = field(
+        default=None, metadata={"help": "Language of the source, such as en; of a dataset, its column."}
+    )
+    target_lang: str | None = field(
+        default=None, metadata={"help": "Language of the target, such as de; a dataset's column."}
+    )
     max_source_tokens: int | None = field(
         default=None, metadata={"help": "Pairs with a longer source are dropped; by default the tokenizer's limit."}
     )
@@ -131,6 +136,7 @@ def main(argv: list[str]) -> int:
         eval_dataset=validation_set,
         processing_class=tokenizer,
     )
+    describe(trainer.run, arguments)
     result = trainer.train(resume_from_checkpoint=training_arguments.resume_from_checkpoint)
     metrics = result.metrics
     trainer.save_metrics("train", metrics)
@@ -146,6 +152,22 @@ def main(argv: list[str]) -> int:
         }
         print(f"saved to {training_arguments.output_dir}: {json.dumps(summary)}")
     return 0
+
+
+def describe(run: TrainingRun, arguments: TrainArguments) -> None:
+    """Notes for the model card what only the command knows: languages, text, preset."""
+    run.source_lang, run.target_lang = arguments.source_lang, arguments.target_lang
+    files = [path for name in FILES[:2] for path in getattr(arguments, name) or []]
+    if arguments.dataset and Path(arguments.dataset).exists():
+        files.append(arguments.dataset)
+    else:
+        run.dataset = arguments.dataset
+    run.files = [Path(path).resolve().name for path in files]  # not where they lie on this machine
+    if arguments.model is not None:
+        run.base_model = Path(arguments.model).resolve().name if Path(arguments.model).exists() else arguments.model
+    if arguments.model is None:
+        run.preset, run.config_overrides = arguments.preset, arguments.config_overrides
+    run.recipe = Path(arguments.recipe).stem if arguments.recipe else None
 
 
 def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingArguments]:
