@@ -6,8 +6,11 @@ the same numbers exists it stands beside it and says when it applies. This file 
 """
 
 import math
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -452,6 +455,21 @@ class VanillaTransformerDecoderLayer(ResidualLayer):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def without_conversion_service() -> Iterator[None]:
+    """Keeps transformers from handing a repository of pickled weights, and the token, to an outside service."""
+    name = "DISABLE_SAFETENSORS_CONVERSION"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
 class VanillaTransformerPreTrainedModel(PreTrainedModel):
     """Initialisation, saving and loading, common to all classes below."""
 
@@ -500,7 +518,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         """Opens a saved model, from safetensors alone; see `PreTrainedModel.from_pretrained`."""
         if kwargs.get("use_safetensors") is None:
             kwargs["use_safetensors"] = True
-        return super().from_pretrained(*args, **kwargs)
+        with without_conversion_service():
+            return super().from_pretrained(*args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Saves weights, configuration, generation settings and the code that opens them.
