@@ -10,6 +10,7 @@ import ctypes
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -359,6 +360,13 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         super().log(logs, *args, **kwargs)
         if "loss" not in logs:  # an evaluation has passed, which is not training time
             self._target_tokens, self._target_tokens_since = 0, time.perf_counter()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes a checkpoint during training; with the code, which the stock trainer leaves behind."""
+        if self.is_world_process_zero():
+            for file in Path(checkpoint_folder).glob("*_vanilla_transformer.py"):
+                shutil.copy(file, self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Leaves tied matrices out of the warning on missing weights: a checkpoint holds them once."""
