@@ -40,11 +40,13 @@ import yaml
 
 
 LARGE_FILE_BYTES = 10 * 2**20  # from here on a file goes to the storage whatever its name
-LARGE_FILE_PATTERNS = (
-    "*.7z *.arrow *.bin *.bz2 *.ckpt *.ftz *.gz *.h5 *.joblib *.lfs.* *.mlmodel *.model *.msgpack *.npy *.npz *.onnx "
-    "*.ot *.parquet *.pb *.pickle *.pkl *.pt *.pth *.rar *.safetensors *.tar *.tflite *.tgz *.wasm *.xz *.zip *.zst "
-    "*tfevents*"
-).split()
+LARGE_FILE_PATTERNS = [
+    f"*.{ending}"
+    for ending in (
+        *("7z", "arrow", "bin", "bz2", "ckpt", "gz", "h5", "joblib", "model", "msgpack", "npy", "npz", "onnx"),
+        *("parquet", "pickle", "pkl", "pt", "pth", "safetensors", "tar", "tflite", "tgz", "xz", "zip", "zst"),
+    )
+] + ["*tfevents*"]
 GIT_ATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in LARGE_FILE_PATTERNS)
 
 INVALID_TOKEN = "Invalid credentials in Authorization header"
@@ -239,7 +241,7 @@ class HubServer:
     Attributes:
         url: The address, for `HF_ENDPOINT`.
         repositories: `Repository` by name.
-        log: Every request in the order of their answers; see `requests`.
+        log: Every request, in the order in which they came; see `requests`.
         unexpected: What the client should not have sent or what this server could not answer. Not empty means an
             AssertionError when the server is closed.
     """
@@ -322,7 +324,7 @@ class HubServer:
             environment["HF_TOKEN"] = token
         return environment | more
 
-    # What tests ask and prepare ---------------------------------------------------------------------------------------
+    # What tests ask and prepare ----------------------------------------------------------------------------------
 
     def add_repository(
         self, repo_id: str, files: Mapping[str, bytes] | None = None, *, private: bool = False
@@ -356,9 +358,7 @@ class HubServer:
             repository = self.repositories[repo_id]
             commit = repository.resolve(revision)
             assert commit is not None, f"{repo_id} has no revision {revision}"
-            return {
-                path: repository.content(file) for path, file in commit.files.items() if path != ".gitattributes"
-            }
+            return {path: repository.content(file) for path, file in commit.files.items() if path != ".gitattributes"}
 
     def history(self, repo_id: str, revision: str = "main") -> list[Commit]:
         """Commits, newest first."""
@@ -375,7 +375,7 @@ class HubServer:
         """Bytes of large files that came to the storage, those of broken uploads included."""
         return sum(each.received for each in self.requests("PUT", "^/storage/"))
 
-    # What goes wrong --------------------------------------------------------------------------------------------------
+    # What goes wrong ---------------------------------------------------------------------------------------------
 
     def refuse(self, method: str, path: str, *, status: int = 503, times: int = 1) -> Fault:
         """The next requests are answered with a server's error, and nothing is done."""
@@ -412,7 +412,7 @@ class HubServer:
                     return fault
             return None
 
-    # Rights -----------------------------------------------------------------------------------------------------------
+    # Rights ------------------------------------------------------------------------------------------------------
 
     def is_member(self, user: str | None, namespace: str) -> bool:
         """Whether the user may write there (given a token that may)."""
@@ -537,12 +537,13 @@ class Handler(BaseHTTPRequestHandler):
         split = urlsplit(self.path)
         self.raw_path, self.query = split.path, {k: v[-1] for k, v in parse_qs(split.query).items()}
         self.entry = Request(self.command, unquote(split.path), range=self.headers.get("Range"))
+        with self.hub.lock:  # before the answer, which the test may be waiting for
+            self.hub.log.append(self.entry)
         fault = self.hub.take_fault(self.command, self.entry.path)
         try:
             self.body = self.read_body(fault)
             if fault is not None and fault.kind == "refuse":
-                answer = HubError(fault.status, "Internal Error - We're working hard to fix this as soon as possible!")
-                reply = answer.answer()
+                reply = HubError(fault.status, "Internal Error").answer()
             else:
                 reply = self.route()
             if fault is not None and fault.kind == "lose":
@@ -552,9 +553,6 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
-        finally:
-            with self.hub.lock:
-                self.hub.log.append(self.entry)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
@@ -605,8 +603,8 @@ class Handler(BaseHTTPRequestHandler):
         body = b"" if self.command == "HEAD" else reply.body
         if cut_after is not None:
             body = body[:cut_after]
-        self.wfile.write(body)
         self.entry.sent = len(body)
+        self.wfile.write(body)
         if cut_after is not None:
             raise Dropped
 
@@ -628,7 +626,9 @@ class Handler(BaseHTTPRequestHandler):
         stop = min(len(content), int(last) + 1) if first and last else len(content)
         if start >= stop:
             return Answer(b"", 416, {"Content-Range": f"bytes */{len(content)}"})
-        return Answer(content[start:stop], 206, headers | {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"})
+        return Answer(
+            content[start:stop], 206, headers | {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
+        )
 
 
 REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"
@@ -707,7 +707,7 @@ class HubHandler(StorageHandler):
         ("GET|HEAD", rf"/{REPOSITORY}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", "resolve"),
     )
 
-    # Who may what -----------------------------------------------------------------------------------------------------
+    # Who may what ------------------------------------------------------------------------------------------------
 
     def user(self) -> str | None:
         """Who asks; None for nobody in particular. A token that nobody has is refused everywhere."""
@@ -743,9 +743,7 @@ class HubHandler(StorageHandler):
     def writable(self, repo: str) -> Repository:
         """A repository that the user may write to."""
         repository = self.readable(repo)
-        self.check_may_write(
-            repo.split("/")[0], "Forbidden: you must use a write token to upload to a repository."
-        )
+        self.check_may_write(repo.split("/")[0], "Forbidden: you must use a write token to upload to a repository.")
         return repository
 
     def commit_at(self, repository: Repository, revision: str) -> Commit:
@@ -755,7 +753,7 @@ class HubHandler(StorageHandler):
             raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit
 
-    # Accounts and repositories ----------------------------------------------------------------------------------------
+    # Accounts and repositories -----------------------------------------------------------------------------------
 
     def whoami(self) -> Answer:
         """Whose token it is."""
@@ -826,16 +824,17 @@ class HubHandler(StorageHandler):
         self.readable(repo)
         return Answer.json({"discussions": [], "count": 0, "start": 0})
 
-    # Reading ----------------------------------------------------------------------------------------------------------
+    # Reading -----------------------------------------------------------------------------------------------------
 
     def info(self, repo: str, rev: str = "") -> Answer:
         """What there is to know of a repository at a revision."""
         repository = self.readable(repo)
         commit = self.commit_at(repository, rev or "main")
-        siblings = []
+        siblings: list[dict[str, Any]] = []
+        with_details = self.query.get("blobs", "").lower() in ("true", "1")
         for path, file in sorted(commit.files.items()):
             detail = {"size": file.size, "blobId": file.blob_id} | ({"lfs": file.lfs} if file.lfs else {})
-            siblings.append({"rfilename": path} | (detail if self.query.get("blobs", "").lower() in ("true", "1") else {}))
+            siblings.append({"rfilename": path} | (detail if with_details else {}))
         readme = commit.files.get("README.md")
         card = card_metadata(repository.content(readme).decode()) if readme else None
         card = card if isinstance(card, dict) else {}
@@ -959,7 +958,7 @@ class HubHandler(StorageHandler):
             raise HubError(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": commit.id})
         return commit.files[path]
 
-    # Writing ----------------------------------------------------------------------------------------------------------
+    # Writing -----------------------------------------------------------------------------------------------------
 
     def branch(self, repo: str, name: str) -> Answer:
         """Makes or removes a branch."""

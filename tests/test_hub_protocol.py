@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 from conftest import TINY_CORPUS
 from hub_client import SOURCE, ClientError, HubClient
-from hub_server import HubServer, faultless
+from hub_server import HubServer, card_errors, faultless
 from small_models import padded
 from test_hub_code_travels import SHIPPED
 from translators import varied_model
@@ -48,6 +49,9 @@ def weights(model):
 def remote(cls, name, **options):
     return cls.from_pretrained(name, trust_remote_code=True, **options)
 """
+
+PUSH = TOOLS + "result = AutoModelForSeq2SeqLM.from_pretrained(folder).push_to_hub(name).oid"
+UPLOAD = "^/storage/"
 
 
 def weights_of(model) -> str:
@@ -140,7 +144,8 @@ def test_what_is_pushed_is_what_save_pretrained_writes_and_comes_back_equal(hub,
         """
         from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
         model = AutoModelForSeq2SeqLM.from_pretrained(folder)
-        result = [model.push_to_hub("user/name").oid, AutoTokenizer.from_pretrained(folder).push_to_hub("user/name").oid]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        result = [model.push_to_hub("user/name").oid, tokenizer.push_to_hub("user/name").oid]
         """,
         folder=first.folder,
     )
@@ -149,7 +154,11 @@ def test_what_is_pushed_is_what_save_pretrained_writes_and_comes_back_equal(hub,
     assert card.startswith("---\n")
     assert set(files) == set(first.files)
     assert set(files) > SHIPPED | {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert {name for name in files if files[name] != first.files[name]} == set()
+    before, after = (json.loads(content["tokenizer_config.json"]) for content in (first.files, files))
+    for name in ("is_local", "local_files_only"):  # transformers notes how it opened the tokenizer
+        after.pop(name, None)
+    assert after == before
+    assert {name for name in files if files[name] != first.files[name]} <= {"tokenizer_config.json"}
     config, generation = (json.loads(files[name]) for name in ("config.json", "generation_config.json"))
     assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForSeq2SeqLM"}
     assert config["custom_pipelines"]["translation"]["impl"].startswith("pipeline_vanilla_transformer.")
@@ -274,9 +283,7 @@ def test_shards_are_pushed_and_opened(hub, here, elsewhere, first):
     whole = load_file(Path(first.folder) / "model.safetensors")
     assert set(tensors) == set(whole) == set(index)
     assert all(torch.equal(tensors[name], whole[name]) for name in whole)
-    opened = here.run(
-        TOOLS + 'result = weights(AutoModelForSeq2SeqLM.from_pretrained("user/shards"))', fresh=True
-    )
+    opened = here.run(TOOLS + 'result = weights(AutoModelForSeq2SeqLM.from_pretrained("user/shards"))', fresh=True)
     opened_elsewhere = elsewhere.run(
         TOOLS + 'result = weights(remote(AutoModelForSeq2SeqLM, "user/shards"))', fresh=True
     )
@@ -302,7 +309,8 @@ on_main = [ref.target_commit for ref in api.list_repo_refs("user/revisions").bra
 made = two.push_to_hub("user/revisions", revision="trial/new").oid       # an existing branch
 pushed = one.push_to_hub("user/revisions", revision="another").oid       # one that is made on the way
 revisions = [None, "main", *hashes, hashes[0][:8], "v1.0", "trial/new", "another"]
-opened = {str(each): weights(AutoModelForSeq2SeqLM.from_pretrained("user/revisions", revision=each)) for each in revisions}
+open_at = lambda revision: AutoModelForSeq2SeqLM.from_pretrained("user/revisions", revision=revision)
+opened = {str(each): weights(open_at(each)) for each in revisions}
 result = {"hashes": hashes, "opened": opened, "on_main": on_main, "branch": made, "another": pushed}
 """,
         first=first.folder,
@@ -395,35 +403,34 @@ def test_a_gated_repository_says_that_it_is_gated(hub, here, first):
         assert "GatedRepoError" in error.value.causes
 
 
-@pytest.mark.parametrize(
-    "token, name, status",
-    [(None, "user/denied", 401), ("wrong", "user/denied", 401), ("reader", "user/denied", 403), ("other", "user/denied", 403)],
-)
-def test_a_push_without_the_right_to_it_leaves_nothing(hub, here, first, token, name, status):
+@pytest.mark.parametrize("token, status", [(None, 401), ("wrong", 401), ("reader", 403), ("other", 403)])
+def test_a_push_without_the_right_to_it_leaves_nothing(hub, here, first, token, status):
     with pytest.raises(ClientError, match=str(status)) as error:
-        here.run(
-            TOOLS + "AutoModelForSeq2SeqLM.from_pretrained(folder).push_to_hub(name)",
-            token=token,
-            folder=first.folder,
-            name=name,
-        )
+        here.run(PUSH, token=token, folder=first.folder, name="user/denied")
     assert error.value.type == "HfHubHTTPError"
     assert "user/denied" not in hub.repositories
 
 
 def test_a_member_pushes_to_an_organization(hub, here, first):
-    here.run(
-        TOOLS + 'AutoModelForSeq2SeqLM.from_pretrained(folder).push_to_hub("lab/name")', folder=first.folder
-    )
+    here.run(PUSH, folder=first.folder, name="lab/name")
     assert hub.files("lab/name")["model.safetensors"] == first.files["model.safetensors"]
+
+
+def test_a_stranger_proposes_and_the_main_branch_stays(hub, here, first, second):
+    before = publish(hub, "user/proposed", first.files)
+    propose = PUSH.replace("push_to_hub(name)", "push_to_hub(name, create_pr=True)")
+    proposed = here.run(propose, token="other", folder=second.folder, name="user/proposed")
+    assert hub.history("user/proposed")[0].id == before
+    assert hub.history("user/proposed", "refs/pr/1")[0].id == proposed
+    opened = here.run(
+        TOOLS + 'result = weights(AutoModelForSeq2SeqLM.from_pretrained("user/proposed", revision="refs/pr/1"))'
+    )
+    assert opened == weights_of(second.model)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What goes wrong on the way
 # ---------------------------------------------------------------------------------------------------------------------
-
-PUSH = TOOLS + "result = AutoModelForSeq2SeqLM.from_pretrained(folder).push_to_hub(name).oid"
-UPLOAD = "^/storage/"
 
 
 def test_an_upload_that_breaks_once_is_tried_again(hub, here, first):
@@ -501,15 +508,21 @@ def test_a_large_file_goes_in_parts(hub, here, first, monkeypatch):
 
 def test_a_download_that_breaks_goes_on_where_it_broke(hub, here, first):
     publish(hub, "user/cut", first.files)
-    size = len(first.files["model.safetensors"])
-    open_it = TOOLS + 'result = weights(AutoModelForSeq2SeqLM.from_pretrained("user/cut"))'
+    open_it = (
+        TOOLS
+        + """
+import huggingface_hub.constants
+huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 4096  # of 10 MiB, so that a small model has more than one
+result = weights(AutoModelForSeq2SeqLM.from_pretrained("user/cut"))
+"""
+    )
     hub.log.clear()
     with faultless(hub):
-        hub.cut_download(after=size // 3, times=2)
+        hub.cut_download(after=40_960, times=2)
         assert here.run(open_it, fresh=True) == weights_of(first.model)
     downloads = hub.requests("GET", UPLOAD)
-    assert [each.range for each in downloads] == [None, f"bytes={size // 3}-", f"bytes={size // 3 * 2}-"]
-    assert sum(each.sent for each in downloads) == size
+    assert [each.range for each in downloads] == [None, "bytes=40960-", "bytes=81920-"]
+    assert sum(each.sent for each in downloads) == len(first.files["model.safetensors"])
     with faultless(hub):
         hub.cut_download(after=0, times=100)
         with pytest.raises(ClientError):
@@ -637,8 +650,9 @@ def test_translate_says_in_one_line_what_is_wrong_with_a_repository(hub, here, f
 @pytest.mark.slow
 def test_the_console_command_translates_with_a_model_of_the_hub(hub, first, source_file, tmp_path):
     publish(hub, "user/console", first.files, private=True)
+    arguments = ["translate", "--model", "user/console", "--input", source_file]
     done = subprocess.run(
-        [sys.executable, "-m", "vanilla_transformer_cli", "translate", "--model", "user/console", "--input", source_file],
+        [sys.executable, "-m", "vanilla_transformer_cli", *arguments],
         env=hub.environment(tmp_path / "home", token="secret", PYTHONPATH=str(SOURCE)),
         cwd=tmp_path,
         capture_output=True,
@@ -652,23 +666,26 @@ TRAIN = (
     TOOLS
     + """
 import os
-import transformers, vanilla_transformer
+import transformers, vanilla_transformer.training
 from datasets import Dataset
 from vanilla_transformer.data import TranslationCollator
 
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForSeq2SeqLM.from_pretrained(folder)
 rows = [{"input_ids": tokenizer(s)["input_ids"], "labels": tokenizer(t)["input_ids"]} for s, t in pairs]
-ours = trainer == "VanillaTransformerTrainer"
-arguments = vanilla_transformer.VanillaTransformerTrainingArguments if ours else transformers.Seq2SeqTrainingArguments
-trainer = getattr(vanilla_transformer if ours else transformers, trainer)(
+if trainer == "VanillaTransformerTrainer":
+    trainer = vanilla_transformer.VanillaTransformerTrainer
+    arguments = vanilla_transformer.training.VanillaTransformerTrainingArguments
+else:
+    trainer, arguments = transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments
+trainer = trainer(
     model=model,
     args=arguments(
         output_dir=output,
         max_steps=4,
         learning_rate=1e-2,
         save_strategy="steps",
-        save_steps=2,
+        save_steps=4,  # once: a push is left out while another is on its way
         report_to=[],
         use_cpu=True,
         push_to_hub=True,
@@ -683,12 +700,11 @@ trainer = getattr(vanilla_transformer if ours else transformers, trainer)(
 )
 trainer.train()
 trainer._finish_current_push()
-result = {"before": weights(model)}
 if final:
     trainer.push_to_hub()
 model.eval()
 generated = model.generate(torch.tensor(ids), attention_mask=torch.tensor(mask)).tolist()
-result |= {"after": weights(model), "generated": generated}
+result = {"after": weights(model), "generated": generated}
 """
 )
 
@@ -734,15 +750,12 @@ result = {"weights": weights(model), "generated": generated, "texts": len(transl
     assert there == {"weights": trained["after"], "generated": trained["generated"], "texts": len(SENTENCES)}
 
 
-@pytest.mark.parametrize("trainer", ["VanillaTransformerTrainer"])
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
-def test_each_push_during_training_can_be_opened_without_the_package(
-    hub, here, elsewhere, first, tmp_path, trainer, strategy
-):
-    name = f"user/{trainer}-{strategy}"
+def test_each_push_during_training_can_be_opened_without_the_package(hub, here, elsewhere, first, tmp_path, strategy):
+    name = f"user/{strategy}"
     trained = here.run(
         TRAIN,
-        trainer=trainer,
+        trainer="VanillaTransformerTrainer",
         name=name,
         strategy=strategy,
         final=False,
@@ -756,7 +769,7 @@ def test_each_push_during_training_can_be_opened_without_the_package(
     there = elsewhere.run(
         TOOLS
         + """
-result = [weights(remote(AutoModelForSeq2SeqLM, name)), remote(AutoTokenizer, name)(sentences)["input_ids"][0]]
+result = [weights(remote(AutoModelForSeq2SeqLM, name)), remote(AutoTokenizer, name)(sentences)["input_ids"]]
 if strategy == "checkpoint":
     result.append(weights(remote(AutoModelForSeq2SeqLM, name, subfolder="last-checkpoint")))
 """,
@@ -764,5 +777,91 @@ if strategy == "checkpoint":
         strategy=strategy,
         sentences=SENTENCES,
     )
-    assert there[0] == trained["after"]
-    assert there[2:] in ([], [trained["after"]])
+    kept = [[i for i, m in zip(*row, strict=True) if m] for row in zip(first.ids, first.mask, strict=True)]
+    checkpoint = [trained["after"]] if strategy == "checkpoint" else []
+    assert there == [trained["after"], kept, *checkpoint]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The Hub of these tests
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_client_lists_copies_and_deletes_what_the_server_has(hub, here, tmp_path, monkeypatch):
+    files = {"a.txt": b"a", "b/c.txt": b"", "b/d/e f.bin": b"\x00e", "b/d/%20.txt": b"g", "h.safetensors": b"h"}
+    publish(hub, "user/tree", files)
+    monkeypatch.setattr(hub, "page_size", 2)
+    listed = here.run(
+        """
+        from huggingface_hub import HfApi
+        api = HfApi()
+        listings = [api.list_repo_tree("user/tree", recursive=True), api.list_repo_tree("user/tree", "b/d"),
+                    api.get_paths_info("user/tree", ["b", "a.txt", "none"])]
+        result = [[entry.path for entry in listing] for listing in listings]
+        api.snapshot_download("user/tree", local_dir=folder)
+        api.delete_file("a.txt", "user/tree")
+        api.delete_folder("b/d", "user/tree")
+        """,
+        folder=str(tmp_path),
+    )
+    everything = [".gitattributes", "a.txt", "b", "b/c.txt", "b/d", "b/d/%20.txt", "b/d/e f.bin", "h.safetensors"]
+    assert listed == [everything, ["b/d/%20.txt", "b/d/e f.bin"], ["b", "a.txt"]]
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+    assert hub.files("user/tree") == {"b/c.txt": b"", "h.safetensors": b"h"}
+    assert hub.files("user/tree", hub.history("user/tree")[2].id) == files
+
+
+def ask(url: str, method: str, body: bytes = b"", token: str | None = "secret") -> tuple[int, bytes]:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, body or None, headers, method=method)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_the_server_takes_no_content_but_that_of_the_hash_and_no_commit_of_what_it_has_not():
+    with HubServer({"secret": "user"}) as hub:
+        before = publish(hub, "user/name", {"a.txt": b"a"})
+        right = hashlib.sha256(b"right").hexdigest()
+        asked = {"operation": "upload", "transfers": ["basic"], "objects": [{"oid": right, "size": 5}]}
+        status, answer = ask(f"{hub.url}/user/name.git/info/lfs/objects/batch", "POST", json.dumps(asked).encode())
+        href = json.loads(answer)["objects"][0]["actions"]["upload"]["href"]
+        lines = [
+            {"key": "header", "value": {"summary": "one of two", "description": ""}},
+            {"key": "file", "value": {"path": "b.txt", "content": "Yg==", "encoding": "base64"}},
+            {"key": "lfsFile", "value": {"path": "c.bin", "algo": "sha256", "oid": right, "size": 5}},
+        ]
+        commit = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        assert status == 200
+        assert ask(href, "PUT", b"wrong", token=None)[0] == 400
+        assert ask(href.split("?")[0], "PUT", b"right", token=None)[0] == 403
+        assert ask(href, "PUT", b"right", token="secret")[0] == 400
+        assert ask(f"{hub.url}/api/models/user/name/commit/main", "POST", commit)[0] == 400
+        assert (hub.history("user/name")[0].id, hub.files("user/name")) == (before, {"a.txt": b"a"})
+        assert len(hub.unexpected) == 2  # the wrong content, and the token sent to the storage
+        hub.unexpected.clear()
+        assert ask(href, "PUT", b"right", token=None)[0] == 200
+        assert ask(f"{hub.url}/api/models/user/name/commit/main", "POST", commit)[0] == 200
+        assert hub.files("user/name") == {"a.txt": b"a", "b.txt": b"b", "c.bin": b"right"}
+        # as `git hash-object` counts it
+        assert hub.history("user/name")[0].files["b.txt"].blob_id == "63d8dbd40c23542e740659a7168a0ce3138ea748"
+
+
+@pytest.mark.parametrize(
+    "card, problem",
+    [
+        ("---\nlanguage: no\n---\n", "language"),  # YAML reads Norwegian as False
+        ("---\nlanguage: english\n---\n", "language"),
+        ("---\ntags: translation\n---\n", "tags"),
+        ("---\nbase_model: /home/me/model\n---\n", "base_model"),
+        ("---\nlicense: [\n---\n", "YAML"),
+        ("---\nmodel-index:\n- name: a\n  results:\n  - task: {type: translation}\n---\n", "model-index"),
+        ("---\nlanguage: [en, de]\nlicense: apache-2.0\ntags: [translation]\n---\n# Model\n", None),
+        ("# Model\n", None),
+    ],
+)
+def test_the_server_checks_the_metadata_of_cards(card, problem):
+    errors = card_errors(card)
+    assert errors == [] if problem is None else problem in errors[0]
