@@ -1027,8 +1027,8 @@ class HubHandler(StorageHandler):
     def lfs_batch(self, repo: str) -> Answer:
         """Where to send large files; nowhere those that are here."""
         asked = self.json_body()
-        user = self.user()
-        repository = self.readable(repo) if user and "ref" not in asked else self.writable(repo)
+        # without a branch it is for a pull request, which anybody with a name may open
+        repository = self.readable(repo) if self.user() and "ref" not in asked else self.writable(repo)
         if asked.get("operation") != "upload" or asked.get("hash_algo", "sha256") != "sha256":
             raise HubError(422, "only uploads by SHA-256 here")
         objects, transfer = [], "basic"
@@ -1075,7 +1075,9 @@ class HubHandler(StorageHandler):
 
     def lfs_verify(self, repo: str) -> Answer:
         """Whether a file has arrived."""
-        repository, asked = self.writable(repo), self.json_body()
+        repository, asked = self.readable(repo), self.json_body()
+        if self.entry.user is None:
+            raise HubError(401, ANONYMOUS)
         if len(repository.objects.get(asked["oid"], b"")) != asked["size"]:
             raise HubError(404, "Object does not exist")
         return Answer.json({})

@@ -709,7 +709,9 @@ result = {"after": weights(model), "generated": generated}
 )
 
 
-@pytest.mark.parametrize("trainer", ["VanillaTransformerTrainer", "Seq2SeqTrainer"])
+@pytest.mark.parametrize(
+    "trainer", ["VanillaTransformerTrainer", pytest.param("Seq2SeqTrainer", marks=pytest.mark.slow)]
+)
 def test_a_trainer_pushes_all_that_it_takes_to_use_the_model(hub, here, elsewhere, first, tmp_path, trainer):
     name = f"user/{trainer}"
     trained = here.run(
@@ -750,7 +752,7 @@ result = {"weights": weights(model), "generated": generated, "texts": len(transl
     assert there == {"weights": trained["after"], "generated": trained["generated"], "texts": len(SENTENCES)}
 
 
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
+@pytest.mark.parametrize("strategy", ["every_save", pytest.param("checkpoint", marks=pytest.mark.slow)])
 def test_each_push_during_training_can_be_opened_without_the_package(hub, here, elsewhere, first, tmp_path, strategy):
     name = f"user/{strategy}"
     trained = here.run(
