@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 
@@ -29,6 +29,9 @@ VERBS = {
 
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
 LONGEST_MESSAGE = 800  # characters; some messages of transformers list every model there is
+
+# Whose errors tell of the Hub or of the way there; the client's HTTP library has changed its name.
+HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -372,14 +375,19 @@ def users_mistake(error: Exception) -> str | None:
         return str(error) if raised_in.startswith("vanilla_transformer") else None
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
-    if isinstance(error, (ValueError, OSError, ImportError)) or module in (
-        "safetensors",
-        "safetensors_rust",
-        "huggingface_hub",
-        "httpx",
-    ):
+    if isinstance(error, (ValueError, OSError, ImportError)) or module in ("safetensors", "safetensors_rust"):
         return str(error) or name
+    for cause in causes(error):  # an upload that broke is an error of its own, caused by that of the connection
+        if type(cause).__module__.split(".")[0] in HUB_LIBRARIES:
+            return str(error) if cause is error else f"{error} {cause}"
     return None
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def run(verb: str, argv: list[str]) -> int:
