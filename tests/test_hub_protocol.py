@@ -597,14 +597,26 @@ def test_pickled_weights_on_the_hub_are_refused_unread(hub, here, elsewhere, fir
 # The commands and the trainer
 # ---------------------------------------------------------------------------------------------------------------------
 
-TRANSLATE = """
+COMMAND = """
 import contextlib, io
+import huggingface_hub.constants
 import vanilla_transformer_cli
 errors = io.StringIO()
-with contextlib.redirect_stderr(errors):
-    code = vanilla_transformer_cli.main(["translate", "--input", source, *arguments])
+address = huggingface_hub.constants.ENDPOINT
+try:
+    huggingface_hub.constants.ENDPOINT = endpoint or address
+    with contextlib.redirect_stderr(errors):
+        code = vanilla_transformer_cli.main(arguments)
+finally:
+    huggingface_hub.constants.ENDPOINT = address
 result = [code, errors.getvalue()]
 """
+
+
+def command(client: HubClient, *arguments: str, endpoint: str = "", **options) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command in the other interpreter."""
+    code, errors = client.run(COMMAND, arguments=arguments, endpoint=endpoint, **options)
+    return code, client.printed, errors
 
 
 @pytest.fixture
@@ -618,10 +630,9 @@ def test_translate_opens_a_repository_at_a_revision(hub, here, first, second, so
     old = publish(hub, "user/translator", first.files)
     hub.add_commit("user/translator", second.files)
     for revision, texts in (([], second.texts), (["--revision", old], first.texts)):
-        code, errors = here.run(
-            TRANSLATE, fresh=True, source=source_file, arguments=["--model", "user/translator", *revision]
-        )
-        assert (code, here.printed.splitlines()) == (0, texts), errors
+        arguments = ["--input", source_file, "--model", "user/translator", *revision]
+        code, printed, errors = command(here, "translate", *arguments, fresh=True)
+        assert (code, printed.splitlines()) == (0, texts), errors
 
 
 def test_translate_says_in_one_line_what_is_wrong_with_a_repository(hub, here, first, source_file):
@@ -637,14 +648,39 @@ def test_translate_says_in_one_line_what_is_wrong_with_a_repository(hub, here, f
         ("user/unreadable", [], "secret", "safetensors"),
     ]
     for name, arguments, token, message in cases:
-        code, errors = here.run(
-            TRANSLATE, fresh=True, token=token, source=source_file, arguments=["--model", name, *arguments]
-        )
+        arguments = ["--input", source_file, "--model", name, *arguments]
+        code, printed, errors = command(here, "translate", *arguments, fresh=True, token=token)
         lines = [line for line in errors.splitlines() if "error:" in line]
-        assert (code, len(lines), here.printed) == (2, 1, ""), (name, errors)
+        assert (code, len(lines), printed) == (2, 1, ""), (name, errors)
         assert message in lines[0]
         assert "Traceback" not in errors
         assert here.connections == []
+
+
+def test_push_says_in_one_line_what_went_wrong_and_leaves_nothing_half_done(hub, here, first):
+    arguments = ["push", "--model", first.folder, "--repo_id", "user/pushed"]
+    cases = [
+        (lambda: None, {"endpoint": "http://127.0.0.1:1"}, "refused"),  # nobody listens there
+        (lambda: None, {"token": "wrong"}, "401"),
+        (lambda: None, {"token": "other"}, "403"),
+        (lambda: hub.refuse("POST", "/repos/create", status=500), {}, "500"),
+        (lambda: hub.drop_upload(after=1000, times=100), {}, "model.safetensors"),
+        (lambda: hub.refuse("PUT", UPLOAD, status=503, times=100), {}, "503"),
+        (lambda: hub.refuse("POST", "/commit/", status=500), {}, "500"),
+    ]
+    for break_it, options, message in cases:
+        with faultless(hub):
+            break_it()
+            code, printed, errors = command(here, *arguments, **options)
+        lines = [line for line in errors.splitlines() if "error:" in line]
+        assert (code, printed, len(lines)) == (2, "", 1), (message, errors)
+        assert message in lines[0], lines
+        assert "Traceback" not in errors
+        assert "user/pushed" not in hub.repositories or hub.files("user/pushed") == {}
+    code, printed, errors = command(here, *arguments)
+    assert code == 0, errors
+    assert hub.history("user/pushed")[0].id in printed
+    assert hub.files("user/pushed")["model.safetensors"] == first.files["model.safetensors"]
 
 
 @pytest.mark.slow
