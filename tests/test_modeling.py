@@ -34,6 +34,7 @@ from vanilla_transformer import (
     VanillaTransformerModel,
     list_presets,
 )
+from vanilla_transformer.modeling_vanilla_transformer import DECODER_DEPTH
 
 
 ATTENTIONS = ["eager", "sdpa"]
@@ -1413,6 +1414,25 @@ def test_hidden_states_are_one_more_than_layers_and_end_with_the_last():
     assert len(outputs.encoder_hidden_states) == 2 + 1
     assert len(outputs.decoder_hidden_states) == 3 + 1
     assert torch.equal(outputs.encoder_hidden_states[-1], outputs.encoder_last_hidden_state)
+
+
+@pytest.mark.skipif(not DECODER_DEPTH, reason="this version of transformers selects no single hidden states")
+@pytest.mark.parametrize("depths", [{}, {"encoder_layers": 3, "decoder_layers": 2}])
+@pytest.mark.parametrize("chosen", [[0], [-1], [1, -2]])
+def test_chosen_hidden_states_are_those_of_the_full_list(depths, chosen):
+    model = small_model(**depths)  # the stacks differ in depth, and -1 is the last of each
+    inputs = {"input_ids": words(2, 5), "decoder_input_ids": words(2, 4)}
+    full = model(**inputs, output_hidden_states=True)
+    some = model(**inputs, output_hidden_states=chosen)
+    for name in ("encoder_hidden_states", "decoder_hidden_states"):
+        length = len(full[name])
+        kept = {index % length for index in chosen}
+        assert len(some[name]) == length
+        for index in range(length):
+            if index in kept:
+                assert torch.equal(some[name][index], full[name][index])
+            else:
+                assert some[name][index] is None
 
 
 def test_attention_implementations_other_than_eager_and_sdpa_are_refused():

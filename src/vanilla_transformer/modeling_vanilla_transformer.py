@@ -50,6 +50,10 @@ CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_ke
 accept_old_cache_name = deprecate_kwarg(
     "past_key_values", version="5.40.0" if CACHE == "cache" else "5.0.0", new_name="cache"
 )
+# In `output_hidden_states=[-1]`, -1 counts from the decoder's own depth. Older versions select no single layers.
+DECODER_DEPTH: dict[str, Any] = {}
+if "num_hidden_layers_key" in OutputRecorder.__dataclass_fields__:
+    DECODER_DEPTH["num_hidden_layers_key"] = "decoder_layers"
 
 # Up to this many keys the matrix products of equation (1) beat the CPU kernel of scaled_dot_product_attention.
 MAX_KEYS_FOR_MATRIX_PRODUCTS = 512
@@ -680,7 +684,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
     """N layers of causal self-attention, attention to the encoder, and feed-forward (figure 1, right)."""
 
     _can_record_outputs = {
-        "hidden_states": VanillaTransformerDecoderLayer,
+        "hidden_states": OutputRecorder(VanillaTransformerDecoderLayer, **DECODER_DEPTH),
         "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="self_attention"),
         "cross_attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="cross_attention"),
     }
