@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn.functional import log_softmax
 from transformers import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from conftest import TINY_CORPUS
 from translators import CopyModel, varied_marian, varied_model
 from vanilla_transformer.data import TranslationCollator
-from vanilla_transformer.evaluation import compute_metrics_for, corpus_scores, perplexity
+from vanilla_transformer.evaluation import (
+    compute_metrics_for,
+    corpus_scores,
+    perplexity,
+    translation_metric,
+    translation_metric_class,
+)
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.translation import translate_lines
 
@@ -237,3 +246,133 @@ def test_a_copy_of_the_reference_scores_100(tiny_tokenizer):
     scores = corpus_scores(hypotheses, [lines])
     assert scores["bleu"]["score"] == pytest.approx(100)
     assert scores["chrf"]["score"] == pytest.approx(100)
+
+
+# --- The metric of the evaluate library ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def evaluate():
+    return pytest.importorskip("evaluate")
+
+
+def assert_scores_of_the_command(result, command):
+    for name in ("bleu", "chrf"):
+        assert result[name] == pytest.approx(command[name]["score"], abs=1e-9)
+        assert result[f"{name}_signature"] == command[name]["signature"]
+
+
+@pytest.mark.parametrize(
+    "predictions, references, files, tokenize",
+    [
+        (HYPOTHESES, REFERENCES, [REFERENCES], None),
+        (HYPOTHESES, [[each] for each in REFERENCES], [REFERENCES], None),
+        (HYPOTHESES, list(zip(REFERENCES, OTHER_REFERENCES, strict=True)), [REFERENCES, OTHER_REFERENCES], None),
+        (["我今天去了公园。", ""], ["今天我去公园了。", "他很好。"], [["今天我去公园了。", "他很好。"]], "zh"),
+    ],
+)
+def test_the_metric_gives_the_scores_of_the_command(evaluate, tmp_path, predictions, references, files, tokenize):
+    options = () if tokenize is None else ("-tok", tokenize)
+    command = sacrebleu_command(tmp_path, predictions, files, *options)
+    assert command["bleu"]["score"] > 1
+    metric = translation_metric(tokenize)
+    assert isinstance(metric, evaluate.Metric)
+    once = metric.compute(predictions=predictions, references=references)
+    assert_scores_of_the_command(once, command)
+    assert set(once) == {
+        "bleu", "chrf", "bleu_signature", "chrf_signature", "bleu_precisions", "bleu_brevity_penalty"
+    }  # fmt: skip
+    verbose = command["bleu"]["verbose_score"]
+    assert "/".join(f"{precision:.1f}" for precision in once["bleu_precisions"]) in verbose
+    assert f"BP = {once['bleu_brevity_penalty']:.3f}" in verbose
+    # Piece by piece, and once more on what is empty again after compute().
+    metric.add_batch(predictions=predictions[:1], references=references[:1])
+    metric.add_batch(predictions=[], references=[])
+    for prediction, reference in zip(predictions[1:], references[1:], strict=True):
+        metric.add(prediction=prediction, reference=reference)
+    assert metric.compute() == once
+    metric.add_batch(predictions=predictions[:1], references=references[:1])
+    assert metric.compute(predictions=predictions[1:], references=references[1:]) == once
+
+
+def test_line_breaks_within_a_text_are_no_ends_of_segments(evaluate):
+    predictions = ["the cat\nsat on\rthe mat", "a\u2028b c d e", "x\x0cy z\x85w v\r\n"]
+    references = ["the cat sat on the mat", "a b\nc d e", "x y z w\rv"]
+    expected = corpus_scores(predictions, [references])
+    result = translation_metric().compute(predictions=predictions, references=references)
+    assert expected["bleu"]["score"] > 1
+    assert (result["bleu"], result["chrf"]) == (expected["bleu"]["score"], expected["chrf"]["score"])
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({}, ValueError, "nothing to score"),
+        ({"predictions": [], "references": []}, ValueError, "nothing to score"),
+        ({"predictions": ["a"]}, TypeError, "references as a sequence .*, got None"),
+        ({"predictions": "ab", "references": ["a", "b"]}, TypeError, "predictions as a sequence .*, got 'ab'"),
+        ({"predictions": ["a"], "references": ["a", "b"]}, ValueError, "got 1 predictions and 2 references"),
+        ({"predictions": ["a", None], "references": ["a", "b"]}, TypeError, "a prediction must be a string, got None"),
+        ({"predictions": ["a"], "references": [["a", 5]]}, TypeError, "a reference must be a string, got int"),
+        (
+            {"predictions": ["a", "b"], "references": [["a"], ["b", "c"]]},
+            ValueError,
+            "as many references as the first, which has 1; segment 2 has 2",
+        ),
+        ({"predictions": ["a", "b"], "references": [[], []]}, ValueError, "2 hypotheses and 0 references"),
+        ({"predictions": ["a"], "references": ["a"], "lowercase": True}, TypeError, "lowercase"),
+    ],
+)
+def test_the_metric_refuses_what_it_cannot_score_and_goes_on(evaluate, given, error, message):
+    metric = translation_metric()
+    with pytest.raises(error, match=message):
+        metric.compute(**given)
+    assert metric.compute(predictions=HYPOTHESES, references=REFERENCES)["bleu"] == pytest.approx(45.0675, abs=1e-3)
+
+
+def test_an_unknown_tokenizer_is_refused_when_the_metric_is_made(evaluate):
+    with pytest.raises(ValueError, match=r"one of 13a, .*zh.*, got 'moses'"):
+        translation_metric("moses")
+
+
+def test_the_metric_leaves_no_file_and_is_pickled(evaluate, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path / "metrics")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    metric = pickle.loads(pickle.dumps(translation_metric("char")))
+    result = metric.compute(predictions=HYPOTHESES, references=REFERENCES)
+    assert "tok:char" in result["bleu_signature"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_evaluate_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "evaluate", None)
+    with pytest.raises(ImportError, match=r'pip install "vanilla-transformer\[evaluate\]"'):
+        translation_metric_class.__wrapped__()
+
+
+@pytest.mark.parametrize("family", [varied_model, varied_marian])
+def test_the_evaluator_scores_the_translations_of_each_line_alone(evaluate, tiny_tokenizer, tmp_path, family):
+    model = family(tiny_tokenizer)
+    sources = [source[: 9 + 3 * number] for number, (source, _) in enumerate(TINY_CORPUS[:6])]
+    texts = [
+        tiny_tokenizer.decode(
+            model.generate(**tiny_tokenizer(source, return_tensors="pt"))[0], skip_special_tokens=True
+        )
+        for source in sources
+    ]
+    assert len(set(texts)) >= 4
+    targets = [text if number % 2 else TINY_CORPUS[number][1] for number, text in enumerate(texts)]
+    columns = {"en": sources, "de": targets, "both": [[target, "x y z"] for target in targets]}
+    files = {"de": [targets], "both": [targets, ["x y z"] * len(targets)]}
+    for label, references in files.items():
+        result = evaluate.evaluator("translation").compute(
+            model_or_pipeline=model,
+            tokenizer=tiny_tokenizer,
+            data=Dataset.from_dict(columns),
+            metric=translation_metric(),
+            input_column="en",
+            label_column=label,
+        )
+        command = sacrebleu_command(tmp_path, texts, references)
+        assert command["chrf"]["score"] > 1
+        assert_scores_of_the_command(result, command)

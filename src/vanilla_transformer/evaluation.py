@@ -5,8 +5,10 @@ et al. 2002 (BLEU), Popovic 2015 (chrF), Post 2018 (sacreBLEU); Vaswani et al. 2
 Table 3.
 """
 
+import functools
 import logging
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,21 @@ from vanilla_transformer.translation import encode_lines, evaluation_mode, lengt
 
 
 logger = logging.getLogger(__name__)
+
+
+def bleu_with(tokenize: str | None) -> BLEU:
+    """sacreBLEU's BLEU with one of its tokenizers.
+
+    Raises:
+        ValueError: `tokenize` is unknown.
+        ImportError: It needs a package that is not installed.
+    """
+    if tokenize is not None and tokenize not in BLEU.TOKENIZERS:
+        raise ValueError(f"tokenize must be one of {', '.join(sorted(BLEU.TOKENIZERS))}, got {tokenize!r}.")
+    try:
+        return BLEU(tokenize=tokenize)
+    except (RuntimeError, ImportError) as error:
+        raise ImportError(f"tokenize={tokenize!r}: {' '.join(str(error).split())}") from error
 
 
 def corpus_scores(
@@ -54,12 +71,7 @@ def corpus_scores(
                 f"reference {number} has {len(lines)} lines for {len(hypotheses)} hypotheses; every reference file "
                 "has one line a segment, and references are one sequence a file, not one a segment."
             )
-    if tokenize is not None and tokenize not in BLEU.TOKENIZERS:
-        raise ValueError(f"tokenize must be one of {', '.join(sorted(BLEU.TOKENIZERS))}, got {tokenize!r}.")
-    try:
-        bleu, chrf = BLEU(tokenize=tokenize), CHRF()
-    except (RuntimeError, ImportError) as error:  # a tokenizer that needs a package of its own
-        raise ImportError(f"tokenize={tokenize!r}: {' '.join(str(error).split())}") from error
+    bleu, chrf = bleu_with(tokenize), CHRF()
     lists = [list(lines) for lines in references]
     bleu_score = bleu.corpus_score(list(hypotheses), lists)
     chrf_score = chrf.corpus_score(list(hypotheses), lists)
@@ -72,6 +84,135 @@ def corpus_scores(
         },
         "chrf": {"score": float(chrf_score.score), "signature": chrf.get_signature().format()},
     }
+
+
+def translation_metric(tokenize: str | None = None) -> Any:
+    """BLEU and chrF as an `evaluate.Metric`, without a download: for `evaluate.evaluator("translation")` and by hand.
+
+    Its `compute(predictions=, references=)` takes one reference a segment, or a list of references a segment (as many
+    for each), and gives what the `sacrebleu` command gives: `bleu`, `chrf` (from 0 to 100), `bleu_signature`,
+    `chrf_signature`, `bleu_precisions` (a list, 1- to 4-grams) and `bleu_brevity_penalty`. `add` and `add_batch` work
+    as with every metric. It keeps the texts in memory and writes no file.
+
+    Args:
+        tokenize: As for `corpus_scores`.
+
+    Returns:
+        A `TranslationMetric`, a subclass of `evaluate.Metric`.
+
+    Raises:
+        ImportError: evaluate is not installed, or the tokenizer needs a package that is not.
+        ValueError: `tokenize` is unknown. From `compute` and `add_batch`: no segment, unequal numbers of predictions
+            and references, or of references a segment.
+        TypeError: From `add` and `add_batch`: a prediction or reference that is not a string.
+    """
+    return translation_metric_class()(tokenize)
+
+
+@functools.cache
+def translation_metric_class() -> Any:
+    """The class `TranslationMetric`, made when it is first asked for: evaluate is optional."""
+    try:
+        from datasets import Features, Value
+        from evaluate import Metric, MetricInfo
+    except ImportError as error:
+        raise ImportError(
+            "the evaluate library is needed for this metric and could not be imported "
+            f'({error}); pip install "vanilla-transformer[evaluate]".'
+        ) from error
+
+    class TranslationMetric(Metric):
+        """See `translation_metric`."""
+
+        def __init__(self, tokenize: str | None = None):
+            bleu_with(tokenize)  # refuses at once what it would refuse after an hour of translating
+            self.tokenize = tokenize
+            # evaluate makes a folder for the files that a metric in memory never writes.
+            with tempfile.TemporaryDirectory() as folder:
+                super().__init__(keep_in_memory=True, cache_dir=folder)
+
+        def _info(self) -> Any:
+            return MetricInfo(
+                description="BLEU and chrF of a corpus, as the sacrebleu command counts them.",
+                citation="Papineni et al. 2002 (BLEU), Popovic 2015 (chrF), Post 2018 (sacreBLEU)",
+                inputs_description="predictions: one string a segment; references: a string or a list of strings each",
+                # Always a list: what an Arrow file holds cannot change from segment to segment.
+                features=Features({"predictions": Value("string"), "references": [Value("string")]}),
+                reference_urls=["https://github.com/mjpost/sacrebleu"],
+            )
+
+        def compute(self, *, predictions: Any = None, references: Any = None) -> dict[str, Any] | None:
+            """Scores the segments given here and those added before; see `translation_metric`."""
+            if predictions is not None or references is not None:
+                self.add_batch(predictions=predictions, references=references)
+            if self.writer is None:
+                raise ValueError("nothing to score: got no predictions and references, here or by add_batch before.")
+            return super().compute()
+
+        def add_batch(self, *, predictions: Any = None, references: Any = None) -> None:
+            """Adds segments: predictions, and for each a reference or a list of references."""
+            for name, given in (("predictions", predictions), ("references", references)):
+                if given is None or isinstance(given, str):
+                    raise TypeError(f"expected {name} as a sequence with one entry a segment, got {given!r:.60}.")
+            if len(predictions) != len(references):
+                raise ValueError(
+                    f"expected as many references as predictions, got {len(predictions)} predictions and "
+                    f"{len(references)} references; several references of a segment are one list."
+                )
+            if len(predictions):
+                super().add_batch(
+                    predictions=[checked_string(text, "prediction") for text in predictions],
+                    references=[references_of_a_segment(each) for each in references],
+                )
+
+        def add(self, *, prediction: Any = None, reference: Any = None) -> None:
+            """Adds one segment: a prediction, and its reference or list of references."""
+            super().add(
+                prediction=checked_string(prediction, "prediction"),
+                reference=references_of_a_segment(reference),
+            )
+
+        def _compute(self, *, predictions: Any = None, references: Any = None) -> dict[str, Any]:
+            number = len(references[0])
+            for segment, each in enumerate(references, 1):
+                if len(each) != number:
+                    raise ValueError(
+                        f"every segment must have as many references as the first, which has {number}; segment "
+                        f"{segment} has {len(each)}."
+                    )
+            # evaluate has one list a segment, sacreBLEU one a file.
+            scores = corpus_scores(predictions, list(zip(*references, strict=True)), tokenize=self.tokenize)
+            return {
+                "bleu": scores["bleu"]["score"],
+                "chrf": scores["chrf"]["score"],
+                "bleu_signature": scores["bleu"]["signature"],
+                "chrf_signature": scores["chrf"]["signature"],
+                "bleu_precisions": scores["bleu"]["precisions"],
+                "bleu_brevity_penalty": scores["bleu"]["brevity_penalty"],
+            }
+
+    # As if it stood at the top of this file, where pickle looks for it.
+    TranslationMetric.__qualname__ = TranslationMetric.__name__
+    return TranslationMetric
+
+
+def checked_string(text: Any, name: str) -> str:
+    """The text, unless it is none."""
+    if not isinstance(text, str):
+        raise TypeError(f"a {name} must be a string, got {type(text).__name__}: {text!r:.60}.")
+    return str(text)
+
+
+def references_of_a_segment(given: Any) -> list[str]:
+    """One reference or several, as a list."""
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return [checked_string(text, "reference") for text in several]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TranslationMetric":
+        return translation_metric_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def compute_metrics_for(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPrediction], dict[str, float]]:
