@@ -619,3 +619,15 @@ def test_sinusoids_bring_no_warning_at_max_position_embeddings(caplog):
     finally:
         logging.disable_propagation()
     assert not [record for record in caplog.records if "predefined maximum length" in record.getMessage()]
+
+
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences", "max_new_tokens", "max_length"])
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_count_below_one_is_refused_and_not_taken_for_none_given(name, count):
+    model = small_model()
+    given = copy.deepcopy(model.generation_config)
+    setattr(given, name, count)
+    for settings in ({name: count}, {"generation_config": given}):
+        with pytest.raises(ValueError, match=name):
+            model.generate(words(2, 5), **settings)
+    assert torch.equal(model.generate(words(2, 5), **{name: None}), model.generate(words(2, 5)))

@@ -5,6 +5,7 @@ Source: Vaswani et al. 2017, section 6.1; Wu et al. 2016, "Google's Neural Machi
 """
 
 import copy
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -115,7 +116,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: An unknown `length_penalty_type` or a negative `max_new_tokens_over_source`.
+            ValueError: An unknown `length_penalty_type`, a negative `max_new_tokens_over_source`, or fewer than 1 of
+                `num_beams`, `num_return_sequences`, `max_new_tokens` or `max_length`.
         """
         given = generation_config if generation_config is not self.generation_config else None
         settings = copy.deepcopy(given)
@@ -143,6 +145,12 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             )
         if over_source is not None and (not isinstance(over_source, int) or over_source < 0):
             raise ValueError(f"max_new_tokens_over_source must be a whole number of at least 0, got {over_source!r}.")
+        for name in ("num_beams", "num_return_sequences"):
+            number = setting(name)
+            if number is not None and (not isinstance(number, Integral) or number < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
+            if kwargs.get(name) is None:
+                kwargs.pop(name, None)
         kwargs.pop("length_penalty_type", None)
         kwargs.pop("max_new_tokens_over_source", None)
         penalty = setting("length_penalty")
@@ -157,9 +165,10 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             kwargs["encoder_outputs"] = copy.copy(outputs) if is_mapping else BaseModelOutput(*states[:3])
         source_lengths = self._prepare_source_mask(inputs, kwargs)
         given_limits = {
-            name: kwargs.get(name) or getattr(given, name, None) for name in ("max_length", "max_new_tokens")
+            name: getattr(given, name, None) if kwargs.get(name) is None else kwargs[name]
+            for name in ("max_length", "max_new_tokens")
         }
-        if any(given_limits.values()):
+        if any(limit is not None for limit in given_limits.values()):
             # What the model's own settings say of the length does not count beside what the call says.
             for name, limit in given_limits.items():
                 settle(name, limit)
