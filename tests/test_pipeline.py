@@ -151,6 +151,27 @@ def test_what_is_no_string_is_refused(translator, inputs):
         translator(inputs)
 
 
+@pytest.mark.parametrize("family", [varied_model, varied_marian])
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences", "max_new_tokens", "max_length"])
+def test_counts_below_one_are_refused_with_their_name(family, name, tiny_tokenizer):
+    other = family(tiny_tokenizer)
+    translator = pipeline("translation", model=other, tokenizer=tiny_tokenizer)
+    for count in (0, -1, 1.5, "2"):
+        for texts in (SOURCES[0], [""]):  # a blank text reaches no model that could refuse
+            with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got {count!r}"):
+                translator(texts, **{name: count})
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            pipeline("translation", model=other, tokenizer=tiny_tokenizer, **{name: count})
+    assert translator(SOURCES[0], **{name: None}) == translator(SOURCES[0])
+
+
+def test_more_sequences_than_beams_are_refused(translator):
+    with pytest.raises(
+        ValueError, match=r"num_return_sequences` \(5\) has to be smaller or equal to `num_beams` \(4\)"
+    ):
+        translator(SOURCES[0], num_return_sequences=5)
+
+
 def test_the_pipeline_and_translate_give_the_same_text(translator, model, tiny_tokenizer):
     texts = [best.text for (best,) in translate_lines(model, tiny_tokenizer, SOURCES)]
     assert translator(SOURCES, batch_size=3) == records(texts)
@@ -232,6 +253,39 @@ def test_another_familys_model_is_translated_with(tiny_tokenizer, tmp_path):
     for opened in (model, str(tmp_path)):
         translator = pipeline("translation", model=opened, tokenizer=tiny_tokenizer)
         assert translator([*SOURCES, ""], batch_size=6) == records([*texts, ""])
+
+
+@pytest.mark.parametrize("family", [varied_model, varied_marian])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": -1},
+        {"device": torch.device("cpu")},
+        {"device_map": "cpu"},
+        {"device_map": {"": "cpu"}},
+        {"dtype": "auto"},
+        {"dtype": torch.float64},
+        {"torch_dtype": "float64"},
+    ],
+)
+def test_device_and_precision_are_as_asked(family, options, tiny_tokenizer, tmp_path):
+    saved = family(tiny_tokenizer)
+    saved.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    opened = pipeline("translation_en_to_de", model=str(tmp_path), **options)
+    assert opened.model.device.type == "cpu"
+    assert opened.model.dtype == (
+        torch.float64 if torch.float64 in options.values() or "torch_dtype" in options else torch.float32
+    )
+    rows = [saved.to(opened.model.dtype).generate(**tiny_tokenizer(text, return_tensors="pt"))[0] for text in SOURCES]
+    texts = tiny_tokenizer.batch_decode(rows, skip_special_tokens=True)
+    assert opened(SOURCES, batch_size=2) == records(texts)
+
+
+@pytest.mark.parametrize("task", ["translation", "translation_en_to_de"])
+def test_without_a_model_the_error_says_that_there_is_no_default(task):
+    with pytest.raises(ValueError, match="has no default model"):
+        pipeline(task)
 
 
 class Multilingual:

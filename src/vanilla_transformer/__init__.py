@@ -48,6 +48,19 @@ class TranslationTaskAliases(dict):
         raise KeyError(task)
 
 
+class NoDefaultModel(dict):
+    """Stands in the registry for the default model that the task does not have, and says so when asked for it."""
+
+    def __contains__(self, name: object) -> bool:
+        return name == "model" or super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(
+            "the translation task has no default model, and none was given; give one: "
+            'pipeline("translation", model="a folder or a repository of the Hub").'
+        )
+
+
 def _register() -> None:
     AutoConfig.register(VanillaTransformerConfig.model_type, VanillaTransformerConfig, exist_ok=True)
     AutoModel.register(VanillaTransformerConfig, VanillaTransformerModel, exist_ok=True)
@@ -61,6 +74,7 @@ def _register() -> None:
         "translation",
         pipeline_class=VanillaTransformerTranslationPipeline,
         pt_model=AutoModelForSeq2SeqLM,
+        default=NoDefaultModel(),
         type="text",
     )
 

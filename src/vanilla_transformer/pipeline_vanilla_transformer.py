@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ logger = logging.get_logger(__name__)
 
 # Above this a tokenizer's model_max_length means "not known" (transformers writes 10 ** 30).
 NO_LENGTH_LIMIT = 10**9
+# Arguments of generate() that it divides by, or tests too late: some models' generate() takes a 0 for "not given".
+COUNTS = ("num_beams", "num_return_sequences", "max_new_tokens", "max_length")
 
 
 class VanillaTransformerTranslationPipeline(Pipeline):
@@ -60,6 +63,12 @@ class VanillaTransformerTranslationPipeline(Pipeline):
         if len(parts) == 4 and parts[0] == "translation" and parts[2] == "to":  # translation_XX_to_YY
             preprocess["src_lang"] = src_lang or parts[1]
             preprocess["tgt_lang"] = tgt_lang or parts[3]
+        for name in COUNTS:
+            count = generate_kwargs.get(name)
+            if count is not None and (not isinstance(count, Integral) or count < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}.")
+            if count is None:
+                generate_kwargs.pop(name, None)
         if return_tensors is None and return_text is not None:
             return_tensors = not return_text
         postprocess = {"return_tensors": return_tensors, "clean_up_tokenization_spaces": clean_up_tokenization_spaces}
