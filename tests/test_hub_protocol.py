@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -23,6 +24,7 @@ from hub_server import HubServer, card_errors, faultless
 from small_models import padded
 from test_hub_code_travels import SHIPPED
 from translators import varied_model
+from vanilla_transformer.hub import TrainingRun, add_evaluation, write_model_card
 
 
 SENTENCES = [source for source, _ in TINY_CORPUS[:4]]
@@ -681,6 +683,72 @@ def test_push_says_in_one_line_what_went_wrong_and_leaves_nothing_half_done(hub,
     assert code == 0, errors
     assert hub.history("user/pushed")[0].id in printed
     assert hub.files("user/pushed")["model.safetensors"] == first.files["model.safetensors"]
+
+
+def test_push_sends_one_commit_that_opens_without_the_package_and_later_only_what_is_new(
+    hub, here, elsewhere, first, tmp_path
+):
+    folder = tmp_path / "run"
+    shutil.copytree(first.folder, folder)
+    (folder / "training_args.bin").write_bytes(b"a pickle")
+    write_model_card(folder, TrainingRun(source_lang="en", target_lang="de", updates=7))
+    arguments = ["push", "--model", str(folder), "--repo_id", "user/shared", "--license", "mit"]
+    code, printed, errors = command(here, *arguments, "--private")
+    assert code == 0, errors
+    assert hub.repositories["user/shared"].private
+    assert len(hub.history("user/shared")) == 2, "the commit that made the repository, and ours"
+    files = hub.files("user/shared")
+    assert set(files) - {".gitattributes"} == set(first.files) | {"README.md", "training_run.json"}
+    card = files["README.md"].decode()
+    assert card_errors(card) == []
+    assert 'model="user/shared"' in card
+    assert "license: mit" in card
+    texts = elsewhere.run(
+        """
+        from transformers import pipeline
+        translator = pipeline("translation", model="user/shared", trust_remote_code=True)
+        result = [record["translation_text"] for record in translator(sentences)]
+        """,
+        sentences=SENTENCES,
+        fresh=True,
+    )
+    assert texts == first.texts
+
+    sent = hub.uploaded_bytes()
+    scores = {"bleu": {"score": 12.5, "signature": "s"}, "chrf": {"score": 34.5, "signature": "t"}}
+    add_evaluation(folder, {"name": "newstest", "segments": 4, "decoding": "greedy", **scores})
+    assert command(here, *arguments)[0] == 0
+    assert hub.uploaded_bytes() == sent, "the weights are there already"
+    assert "| 12.50 |" in hub.files("user/shared")["README.md"].decode()
+    add_evaluation(folder, {"name": "another", "segments": 4, "decoding": "greedy", **scores})
+    assert command(here, *arguments, "--revision", "trial", "--commit_message", "on trial")[0] == 0
+    assert hub.history("user/shared", "trial")[0].title == "on trial"
+    assert hub.history("user/shared")[0].title == "Upload model"
+
+
+def test_a_pipeline_pushes_its_model_and_tokenizer_and_leaves_a_card_that_is_there(hub, here, elsewhere, first):
+    push = """
+        from transformers import pipeline
+        pipeline("translation_en_to_de", model=folder).push_to_hub("user/piped", private=True)
+        """
+    here.run(push, folder=first.folder)
+    files = hub.files("user/piped")
+    assert set(files) - {".gitattributes"} == set(first.files) | {"README.md"}
+    assert card_errors(files["README.md"].decode()) == []
+    assert "pipeline_tag: translation" in files["README.md"].decode()
+    hub.add_commit("user/piped", {"README.md": b"By hand.\n"})
+    here.run(push, folder=first.folder)
+    assert hub.files("user/piped")["README.md"] == b"By hand.\n"
+    texts = elsewhere.run(
+        """
+        from transformers import pipeline
+        translator = pipeline("translation", model="user/piped", trust_remote_code=True)
+        result = [record["translation_text"] for record in translator(sentences)]
+        """,
+        sentences=SENTENCES,
+        fresh=True,
+    )
+    assert texts == first.texts
 
 
 @pytest.mark.slow
