@@ -242,6 +242,20 @@ def test_a_local_dataset_takes_the_place_of_files(tmp_path, local_dataset):
     assert "eval_bleu" in json.loads((output / "eval_results.json").read_text())
 
 
+@pytest.mark.parametrize("max_steps", [9, 10, 11])
+def test_a_finished_run_that_is_resumed_trains_no_further(files, tmp_path, max_steps):
+    common = [*flags(files, "--train"), *SMALL, *QUICK, "--tokens_per_batch", "300", "--max_steps", max_steps]
+    common += ["--save_strategy", "steps", "--save_steps", "4", "--output_dir", tmp_path / "model"]
+    assert train(*common) == 0
+    finished = load_file(tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "model.safetensors").unlink()  # as if killed before the model was saved
+    assert train(*common, "--resume_from_checkpoint", "true") == 0
+    assert trainer_state(tmp_path / "model")["global_step"] == max_steps
+    resumed = load_file(tmp_path / "model" / "model.safetensors")
+    assert resumed.keys() == finished.keys()
+    assert all(torch.equal(resumed[name], finished[name]) for name in resumed)
+
+
 # --- Recipes ---------------------------------------------------------------------------------------------------------
 
 

@@ -343,6 +343,16 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             }
         )
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """One pass over the training set; none where all updates are done, as in a finished run that is resumed.
+
+        The stock method looks at the number of updates only after it has made one more.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        cast(Any, super())._run_epoch(*args, **kwargs)
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of one update; counts their target tokens for the log."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
