@@ -1,12 +1,13 @@
-"""`scripts/ablations.py`: rows of Table 3 trained on small text, measured, kept, and put beside the paper's figures."""
+"""`scripts/ablations.py`: rows of Table 3 trained on small text, kept, and put beside the paper's."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import logging
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -94,11 +95,9 @@ def run(script, files, tmp_path_factory):
     """The folder of two rows of 80 updates, and what was printed."""
     output = tmp_path_factory.mktemp("ablations") / "table3"
     arguments = [*SHAPE, *QUICK, *LAST, *flags(files), "--max_steps", "80", "--output_dir", str(output)]
-    with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr("builtins.print", lambda *text, file=None: printed.append(" ".join(text)) if not file else None)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert script.main(["--rows", "B_dk32", "base", *arguments]) == 0
-    return output, printed[-1], arguments
+    return output, printed.getvalue(), arguments
 
 
 # --- A run ----------------------------------------------------------------------------------------------------------
@@ -106,6 +105,7 @@ def run(script, files, tmp_path_factory):
 
 def test_the_table_has_the_rows_in_the_papers_order_with_the_papers_figures_and_ours(run):
     output, page, _ = run
+    assert page.startswith("Ours: SHRUNK")  # standard output has the page and nothing else
     table = cells(page)
     assert list(table) == ["base", "B_dk32"]
     results = {row["row"]: row for row in map(json.loads, (output / "results.jsonl").read_text().splitlines())}
@@ -152,7 +152,7 @@ def test_each_row_is_the_preset_divided_and_all_share_one_vocabulary(run):
     assert (base.d_model, base.d_ff, base.num_heads, base.head_dimensions) == (16, 64, 8, (2, 2))
     assert narrow.head_dimensions == (1, 2)
     different = {name for name, value in base.to_dict().items() if narrow.to_dict()[name] != value}
-    assert different == {"d_k"}
+    assert different - {"_name_or_path"} == {"d_k"}
     vocabularies = {(output / folder / "tokenizer.json").read_text() for folder in ("tokenizer", "base", "B_dk32")}
     assert len(vocabularies) == 1
 
@@ -189,33 +189,42 @@ def stop_at(patch: pytest.MonkeyPatch, owner: type, name: str, call: int) -> Non
     patch.setattr(owner, name, stopped)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(script, files, tmp_path_factory):
+    """Arguments of a run of two rows with checkpoints, its folder, and what it prints."""
+    output = tmp_path_factory.mktemp("undisturbed") / "table3"
+    saves = ["--save_strategy", "steps", "--save_steps", "4", "--eval_strategy", "no", "--num_beams", "1"]
+    arguments = ["--rows", "base", "B_dk32", *SHAPE, *QUICK, *flags(files), *saves, "--max_steps", "10"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert script.main([*arguments, "--output_dir", str(output)]) == 0
+    return arguments, output, printed.getvalue()
+
+
 @pytest.mark.parametrize(
-    "where", ["in the middle of a row", "before a row is measured", "before the first checkpoint"]
+    "owner, name, call, steps_left",
+    [
+        (VanillaTransformerTrainer, "training_step", 17, 6),  # in the second row, after its checkpoint of 4 updates
+        (VanillaTransformerTrainer, "training_step", 12, 10),  # in the second row, before its first checkpoint
+        ("Ablations", "measure", 2, 0),  # trained but not measured
+    ],
+    ids=["after a checkpoint", "before a checkpoint", "before it is measured"],
 )
-def test_a_run_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(where, script, files, tmp_path, capsys):
-    saves = ["--save_strategy", "steps", "--save_steps", "4", "--eval_strategy", "no"]
-    rows = ["--rows", "base", "B_dk32", *SHAPE, *QUICK, *flags(files), *saves, "--max_steps", "10"]
-    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
-    assert script.main([*rows, "--output_dir", str(undisturbed)]) == 0
-    expected = capsys.readouterr().out
+def test_a_run_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(
+    owner, name, call, steps_left, script, undisturbed, tmp_path, capsys, monkeypatch
+):
+    arguments, expected, page = undisturbed
+    owner = getattr(script, owner) if isinstance(owner, str) else owner
     with pytest.MonkeyPatch.context() as patch:
-        if where == "before a row is measured":
-            stop_at(patch, script.Ablations, "measure", 2)
-        else:
-            stop_at(patch, VanillaTransformerTrainer, "training_step", 17 if "middle" in where else 12)
-        assert script.main([*rows, "--output_dir", str(stopped)]) == 130
+        stop_at(patch, owner, name, call)
+        assert script.main([*arguments, "--output_dir", str(tmp_path / "stopped")]) == 130
     assert "the same command goes on from here" in capsys.readouterr().err
-    assert len((stopped / "results.jsonl").read_text().splitlines()) == 1
-    steps = []
-    with pytest.MonkeyPatch.context() as patch:
-        step = VanillaTransformerTrainer.training_step
-        patch.setattr(
-            VanillaTransformerTrainer, "training_step", lambda *args, **kw: steps.append(1) or step(*args, **kw)
-        )
-        assert script.main([*rows, "--output_dir", str(stopped)]) == 0
-    assert len(steps) == {"in": 6, "before a": 0, "before the": 10}[re.match("in|before a|before the", where)[0]]
-    assert capsys.readouterr().out == expected
-    ours, theirs = (load_file(folder / "B_dk32" / "model.safetensors") for folder in (stopped, undisturbed))
+    assert len((tmp_path / "stopped" / "results.jsonl").read_text().splitlines()) == 1
+    steps, step = [], VanillaTransformerTrainer.training_step
+    monkeypatch.setattr(VanillaTransformerTrainer, "training_step", lambda *a, **kw: steps.append(1) or step(*a, **kw))
+    assert script.main([*arguments, "--output_dir", str(tmp_path / "stopped")]) == 0
+    assert len(steps) == steps_left
+    assert capsys.readouterr().out == page
+    ours, theirs = (load_file(folder / "B_dk32" / "model.safetensors") for folder in (tmp_path / "stopped", expected))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -246,12 +255,12 @@ def fails(script, capsys, *arguments: str) -> str:
         (["--shrink", "0"], "expected a whole number of at least 1, got '0'"),
         (["--config_overrides", "d_ff=64"], "--config_overrides d_ff: the rows differ in it; --shrink N divides"),
         (["--config_overrides", "layers=3"], "layers=3: expected NAME=VALUE with a field of the configuration"),
-        (["--config_overrides", "dropout=2"], "row base: dropout must lie in [0, 1), got dropout=2"),
+        (["--config_overrides", "dropout=2"], "dropout must lie in [0, 1), got dropout=2"),
         (["--preset", "tiny"], "--preset does not go with --rows"),
         (["--model", "runs/old"], "--model does not go with --rows"),
         (["--resume_from_checkpoint", "true"], "--resume_from_checkpoint does not go with --rows"),
         (["--max_stepss", "4"], "unrecognized arguments: --max_stepss 4"),
-        (["--list"], "--list trains nothing and knows no --train_source"),
+        (["--list"], "--list trains nothing and knows no --tokens_per_batch"),
         (["--train_source", "nowhere.en"], "there is no file nowhere.en"),
         (["--recipe", "nowhere"], "no recipe file 'nowhere'"),
     ],

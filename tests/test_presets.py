@@ -125,6 +125,7 @@ def test_one_vocabulary_explains_every_row_but_big():
     for name in rows:
         assert round(preset_parameter_count(name, 41_100) / 1e6) == TABLE_3[name].parameters_in_millions
     assert not common & set(vocabulary_sizes_of_the_paper("big"))
+    assert vocabulary_sizes_of_the_paper("big") == range(35_368, 36_345)
 
 
 @pytest.mark.parametrize("name", ["A_h1", "tiny", "C_d2048"])
