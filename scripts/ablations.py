@@ -180,7 +180,7 @@ class Ablations:
         """Writes the settings into a new folder, and compares them with those of an old one."""
         path = self.folder / "settings.json"
         if path.exists():
-            old = json.loads(path.read_text(encoding="utf-8"))
+            (old,) = read_objects(path, path.read_text(encoding="utf-8"))
             for name in sorted(set(old) | set(self.settings)):
                 if old.get(name) != self.settings.get(name):
                     raise ValueError(
@@ -198,7 +198,7 @@ class Ablations:
         if not self.results_file.exists():
             return {}
         lines = self.results_file.read_text(encoding="utf-8").splitlines()
-        return {result["row"]: result for result in map(json.loads, lines)}
+        return {result["row"]: result for result in read_objects(self.results_file, *lines)}
 
     def run(self) -> None:
         """Trains and measures each row that is not done yet."""
@@ -301,6 +301,21 @@ def shapes_in_words(shrink: int) -> str:
     if shrink == 1:
         return "shapes as in the paper"
     return f"SHRUNK: d_model, d_ff, d_k and d_v are those of the paper divided by {shrink}"
+
+
+def read_objects(path: Path, *texts: str) -> list[dict[str, Any]]:
+    """JSON objects out of a file of ours.
+
+    Raises:
+        ValueError: One of the texts is something else.
+    """
+    try:
+        found = [json.loads(text) for text in texts]
+    except ValueError as error:
+        raise ValueError(f"{path} is broken ({error}); mend it, or give another --output_dir.") from error
+    if not all(isinstance(each, dict) for each in found):
+        raise ValueError(f"{path} is broken (expected JSON objects); mend it, or give another --output_dir.")
+    return found
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -174,6 +174,27 @@ def test_rows_that_are_done_are_kept_and_new_ones_join_them(run, script, tmp_pat
     assert len(after) == len(before) + 1
 
 
+def test_a_recipe_and_a_dataset_serve_as_they_do_for_train(script, tmp_path, capsys):
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, pairs in {"train": PAIRS[:40], "validation": PAIRS[40:44]}.items():
+        lines = [json.dumps({"en": source, "de": target}) for source, target in pairs]
+        (data / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"{{dataset: {data}, source_lang: en, target_lang: de, validation_split: validation, preset: big,\n"
+        "vocab_size: 280, config_overrides: [encoder_layers=1, decoder_layers=1, dropout=0.25], max_steps: 2,\n"
+        "tokens_per_batch: 200, use_cpu: true, save_strategy: 'no', eval_strategy: 'no', report_to: none}\n"
+    )
+    rows = ["--rows", "base", "D_drop0.2", "--shrink", "32", "--num_beams", "1"]
+    assert script.main([*rows, "--recipe", str(recipe), "--output_dir", str(tmp_path / "out")]) == 0
+    page = capsys.readouterr().out
+    assert "2 updates, vocabulary 280; validation text of 4 lines, beam 1" in page
+    assert list(cells(page)) == ["base", "D_drop0.2"]
+    base, other = (AutoConfig.from_pretrained(tmp_path / "out" / row) for row in ("base", "D_drop0.2"))
+    assert (base.num_heads, base.encoder_layers, base.dropout, other.dropout) == (8, 1, 0.25, 0.2)
+
+
 # --- Stopped and started again --------------------------------------------------------------------------------------
 
 
@@ -293,6 +314,17 @@ def test_results_of_other_settings_are_not_mixed(run, script, capsys):
     message = fails(script, capsys, *arguments, "--rows", "C_N2", "--adam_beta2", "0.9")
     assert "holds results with adam_beta2=None, now it is adam_beta2=0.9" in message
     assert (output / "results.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["settings.json", "results.jsonl"])
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_broken_file_of_an_earlier_run_is_named(name, content, run, script, tmp_path, capsys):
+    output, _, arguments = run
+    for each in ("settings.json", "results.jsonl"):
+        shutil.copy(output / each, tmp_path)
+    (tmp_path / name).write_text(content)
+    message = fails(script, capsys, "--rows", "base", *arguments[:-1], tmp_path)
+    assert f"{tmp_path / name} is broken" in message
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(script, files, tmp_path, capsys):
