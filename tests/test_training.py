@@ -26,6 +26,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import TrainOutput
 
 from conftest import TINY_CORPUS
 from small_models import small_model, words
@@ -1200,7 +1201,7 @@ def test_freed_memory_is_kept_only_where_there_is_glibc(monkeypatch):
 def test_freed_memory_is_kept_only_for_training_on_a_processor(tmp_path, monkeypatch, device, calls):
     called = []
     monkeypatch.setattr(training, "keep_freed_memory", lambda: called.append(1))
-    monkeypatch.setattr(Seq2SeqTrainer, "train", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(Seq2SeqTrainer, "train", lambda self, *args, **kwargs: TrainOutput(0, 0.0, {}))
     trainer = VanillaTransformerTrainer(small_model(), arguments(tmp_path))
     monkeypatch.setattr(type(trainer.args), "device", torch.device(device))
     trainer.train()
