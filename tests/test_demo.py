@@ -142,13 +142,22 @@ def test_an_output_folder_that_is_a_file_is_one_line_and_exit_code_2(tmp_path, c
     assert (tmp_path / "file").read_text() == "something good"
 
 
-def test_bfloat16_is_used_only_where_the_processor_has_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
-    assert not demo.bfloat16_is_fast()
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert demo.bfloat16_is_fast()
+@pytest.mark.parametrize("gain, expected", [(5.0, True), (0.6, False)])
+def test_bfloat16_is_used_only_where_it_is_faster(tmp_path, monkeypatch, gain, expected):
+    used = []
+
+    class Stop(Exception):
+        pass
+
+    def arguments(**settings):
+        used.append(settings["bf16"])
+        raise Stop
+
+    monkeypatch.setattr(demo, "bfloat16_gain", lambda: gain)
+    monkeypatch.setattr(demo, "VanillaTransformerTrainingArguments", arguments)
+    with pytest.raises(Stop):
+        main([*SHORT, "--output_dir", str(tmp_path / "demo")])
+    assert used == [expected]
 
 
 def test_the_faster_number_of_threads_is_taken_and_the_model_left_as_it_was(monkeypatch):

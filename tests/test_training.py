@@ -36,6 +36,7 @@ from vanilla_transformer.data import TranslationCollator, tokenize_pairs
 from vanilla_transformer.training import (
     VanillaTransformerTrainer,
     VanillaTransformerTrainingArguments,
+    bfloat16_gain,
     keep_freed_memory,
     last_whole_checkpoint,
     learning_rate_at,
@@ -1206,6 +1207,22 @@ def test_freed_memory_is_kept_only_for_training_on_a_processor(tmp_path, monkeyp
     monkeypatch.setattr(type(trainer.args), "device", torch.device(device))
     trainer.train()
     assert len(called) == calls
+
+
+def test_the_gain_of_bfloat16_is_the_ratio_of_the_times(monkeypatch):
+    now = [0.0]
+    product = torch.Tensor.__matmul__
+
+    def timed_product(a, b):
+        now[0] += 6.0 if a.dtype == torch.float32 else 2.0
+        return product(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", timed_product)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    bfloat16_gain.cache_clear()
+    assert bfloat16_gain(size=4) == 3.0
+    bfloat16_gain.cache_clear()
 
 
 # --- Several processes -----------------------------------------------------------------------------------------------

@@ -28,7 +28,11 @@ from vanilla_transformer.evaluation import corpus_scores
 from vanilla_transformer.hub import TrainingRun, decoding_text, write_model_card
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.tokenization import train_tokenizer
-from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
+from vanilla_transformer.training import (
+    VanillaTransformerTrainer,
+    VanillaTransformerTrainingArguments,
+    bfloat16_gain,
+)
 from vanilla_transformer.translation import translate_lines
 from vanilla_transformer.visualization import attention_figure, cross_attention_of, plot_attention
 from vanilla_transformer_cli import demo_parser
@@ -127,7 +131,7 @@ def train(lines: CorpusPart, folder: Path, *, max_steps: int, seed: int) -> tupl
         lr_scheduler_type="linear",
         warmup_steps=min(WARMUP_STEPS, max_steps),
         tokens_per_batch=TOKENS_PER_BATCH,
-        bf16=bfloat16_is_fast(),
+        bf16=bfloat16_gain() > 1,
         seed=seed,
         logging_steps=50,
         save_strategy="no",
@@ -172,14 +176,6 @@ class ProgressBar(TrainerCallback):
         self.bar.close()
 
 
-def bfloat16_is_fast() -> bool:
-    """Whether this machine multiplies in bfloat16 by itself; where it does not, float32 is the faster one."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    questions = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(question() for question in questions if question is not None)
-
-
 def fastest_thread_count(model: Any, batch: dict[str, torch.Tensor], repetitions: int = 8) -> int:
     """How many threads compute the gradient of one batch fastest: all of torch's, or one.
 
@@ -202,7 +198,7 @@ def fastest_thread_count(model: Any, batch: dict[str, torch.Tensor], repetitions
         for repetition in range(repetitions + 1):
             if repetition == 1:  # the first one starts threads and fills caches
                 start = time.perf_counter()
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16_is_fast()):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16_gain() > 1):
                 loss = model(**batch).loss
             loss.backward()
         seconds[threads] = time.perf_counter() - start
