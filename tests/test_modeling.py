@@ -1056,6 +1056,19 @@ def test_gradients_of_the_fused_loss_are_right_whatever_the_number_of_words(rows
     assert_same_gradients(fused, exact)
 
 
+def test_the_fused_loss_is_exact_where_a_label_has_next_to_no_probability():
+    model = small_model(std=0.4, output_bias=True).train()
+    with torch.no_grad():
+        model.lm_head.bias[5] = -200.0  # exp(-200) is no float32
+        model.lm_head.bias[6] = -60.0
+    batch = {"input_ids": words(2, 4), "labels": torch.tensor([[5, 6, 7, 2], [9, 5, 6, 2]])}
+    fused_loss, fused = loss_and_gradients(model, batch)
+    loss, exact = exact_loss_and_gradients(model, batch, 0.1)
+    assert loss > 60
+    assert_close(fused_loss, loss)
+    assert_same_gradients(fused, exact)
+
+
 @pytest.mark.parametrize("tokens", [60, 139, 210])
 def test_gradients_of_the_fused_loss_are_right_for_a_vocabulary_too_large_to_hold_all_logits_at_once(tokens):
     overrides = {

@@ -921,6 +921,26 @@ def divisor_of_loss(labels: torch.Tensor, num_items: torch.Tensor | int | None) 
     return count.to(labels.device).clamp(min=1)
 
 
+def log_of_chosen(probabilities: torch.Tensor, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the probability of one word in each row, without another pass over the rows.
+
+    Args:
+        probabilities (`torch.Tensor` of shape `(tokens, vocab_size)`): softmax(logits).
+        logits (`torch.Tensor` of shape `(tokens, vocab_size)`): Unnormalised scores.
+        words (`torch.LongTensor` of shape `(tokens, 1)`): The words.
+
+    Returns:
+        `torch.Tensor` of shape `(tokens,)`; where a probability is too small for its logarithm to be exact, that comes
+        from the largest logit and its probability.
+    """
+    chosen = probabilities.gather(1, words)[:, 0]
+    tiny = chosen < 1e-30
+    if logits.device.type == "cpu" and not bool(tiny.any()):  # elsewhere the question would wait for the device
+        return chosen.log()
+    log_normaliser = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
+    return torch.where(tiny, logits.gather(1, words)[:, 0] - log_normaliser, chosen.log())
+
+
 class FusedLabelSmoothedLoss(torch.autograd.Function):
     """Output projection and `label_smoothed_loss` in one, chunk by chunk: the whole logits matrix never exists.
 
@@ -965,9 +985,8 @@ class FusedLabelSmoothedLoss(torch.autograd.Function):
                 if bias is not None:
                     logits += bias.to(exact)
                 probabilities = torch.softmax(logits, dim=-1)
-                # log sum exp from the largest logit and its probability: no second pass of exponentials.
-                log_normaliser = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
-                log_probability = logits.gather(1, words)[:, 0] - log_normaliser
+                log_probability = log_of_chosen(probabilities, logits, words)
+                log_normaliser = logits.gather(1, words)[:, 0] - log_probability
                 mean_log_probability = states.to(exact) @ sum_of_rows / vocab_size + mean_bias - log_normaliser
                 total -= ((1 - label_smoothing) * log_probability + label_smoothing * mean_log_probability).sum()
 
