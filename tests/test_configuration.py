@@ -273,6 +273,21 @@ def test_auto_map_names_all_three_auto_classes():
     }
 
 
+def test_a_copied_folder_no_longer_names_the_repository_it_came_from(tmp_path):
+    """transformers used to write "owner/name--" before each class; other people's classes keep theirs."""
+    own = VanillaTransformerConfig().to_dict()["auto_map"]
+    written = {name: f"some.one/a-model--{reference}" for name, reference in own.items()}
+    others = {"AutoTokenizer": ["else/where--slow.Slow", None], "AutoModelForCausalLM": "else/where--other.Other"}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "vanilla_transformer", "auto_map": {**written, **others}})
+    )
+    config = VanillaTransformerConfig.from_pretrained(tmp_path)
+    config.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == {**own, **others}
+    subclass = {**own, "AutoModelForSeq2SeqLM": "modeling_mine.Mine"}
+    assert VanillaTransformerConfig(auto_map=subclass).auto_map == subclass
+
+
 def test_custom_pipelines_are_written_but_read_as_empty_where_the_task_is_known(tmp_path):
     config = small_config()
     assert not config.custom_pipelines

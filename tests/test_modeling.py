@@ -1181,10 +1181,15 @@ def test_labels_are_shifted_right_once_from_the_decoder_start_token():
     assert_close(model(input_ids=input_ids, labels=labels).logits, given, 1e-6)
 
 
-def test_forward_without_any_decoder_input_says_what_to_pass():
-    model = small_model()
-    with pytest.raises(ValueError, match=r"labels|decoder_input_ids"):
+@pytest.mark.parametrize("train", [False, True])
+def test_forward_without_any_decoder_input_says_what_to_pass(train):
+    model = small_model().train(train)
+    with pytest.raises(
+        ValueError, match=r"labels, decoder_input_ids or .*DataCollatorForSeq2Seq\(tokenizer, model=model"
+    ):
         model(input_ids=words(2, 4))
+    with pytest.raises(ValueError, match="give either decoder_input_ids or decoder_inputs_embeds, got neither"):
+        model.model(input_ids=words(2, 4))
 
 
 def test_one_pair_is_learnt_by_heart():

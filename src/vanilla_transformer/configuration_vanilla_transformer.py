@@ -95,6 +95,23 @@ def list_presets() -> list[str]:
     return list(PRESETS)
 
 
+def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
+    """`auto_map` without the repository in front of classes of this package, whose files lie beside the weights.
+
+    transformers writes "owner/name--module.Class" when it saves what it loaded from the Hub; a copy of such a folder
+    would run the code of that repository, and not open without the Hub.
+    """
+    own = {reference.partition(".")[0] for reference in AUTO_MAP.values()}
+
+    def local(reference: Any) -> Any:
+        if not isinstance(reference, str):
+            return reference  # AutoTokenizer has a pair
+        path = reference.rpartition("--")[2]
+        return path if path.partition(".")[0] in own else reference
+
+    return {name: local(reference) for name, reference in auto_map.items()}
+
+
 def with_plain_errors(config_class: type) -> type:
     """Lets the constructor of a strict dataclass raise TypeError for a value of the wrong type, on one line."""
     construct = config_class.__init__  # type: ignore[misc]
@@ -205,7 +222,7 @@ class VanillaTransformerConfig(PretrainedConfig):
             )
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.bos_token_id
-        self.auto_map = {**AUTO_MAP, **(getattr(self, "auto_map", None) or {})}
+        self.auto_map = {**AUTO_MAP, **without_repository(getattr(self, "auto_map", None) or {})}
         self._validate()
 
     def _validate(self) -> None:

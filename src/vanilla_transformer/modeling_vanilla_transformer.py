@@ -1095,12 +1095,21 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
             linear layer). Otherwise `logits` of shape `(batch, target_length, vocab_size)` and, with labels, the loss
             unsmoothed.
 
+        Raises:
+            ValueError: Neither labels nor an input of the decoder: source tokens never take its place.
+
         Source: Vaswani et al. 2017, sections 3.4 and 5.4.
         """
         if labels is not None:
             use_cache = False if cache is None else use_cache
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = cast(torch.LongTensor, self.prepare_decoder_input_ids_from_labels(labels))
+        elif decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError(
+                "the decoder has nothing to read: give labels, decoder_input_ids or decoder_inputs_embeds. Trainer's "
+                "label_smoothing_factor takes the labels away; then DataCollatorForSeq2Seq(tokenizer, model=model), "
+                "with the model itself and not a wrapper around it, puts decoder_input_ids into the batch."
+            )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
