@@ -172,6 +172,13 @@ def test_more_sequences_than_beams_are_refused(translator):
         translator(SOURCES[0], num_return_sequences=5)
 
 
+@pytest.mark.parametrize("inputs", ["ab\ud83d", ["a", "ab\ud83d"]])
+def test_half_of_a_surrogate_pair_is_refused_by_its_place(translator, inputs):
+    with pytest.raises(ValueError, match=r"lone surrogate U\+D83D at character 3"):
+        translator(inputs)
+    assert len(translator("ab\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"))) == 1
+
+
 def test_the_pipeline_and_translate_give_the_same_text(translator, model, tiny_tokenizer):
     texts = [best.text for (best,) in translate_lines(model, tiny_tokenizer, SOURCES)]
     assert translator(SOURCES, batch_size=3) == records(texts)

@@ -248,6 +248,12 @@ def test_without_beams_a_given_length_penalty_still_normalises(tiny_tokenizer):
 # --- Wrong arguments -----------------------------------------------------------------------------------------------
 
 
+def test_half_of_a_surrogate_pair_is_refused_by_line_and_place(tiny_tokenizer):
+    lines = ["fine", "", "two \udc80 halves"]
+    with pytest.raises(ValueError, match=r"input, line 3: .* lone surrogate U\+DC80 at character 5"):
+        list(translate_lines(CopyModel(tiny_tokenizer), tiny_tokenizer, lines))
+
+
 @pytest.mark.parametrize(
     "lines, options, error, message",
     [

@@ -92,6 +92,7 @@ class VanillaTransformerTranslationPipeline(Pipeline):
 
         Raises:
             TypeError: An input that is not a string.
+            ValueError: A string with half of a surrogate pair, which is no character.
         """
         if args:
             inputs = [inputs, *args]
@@ -115,6 +116,13 @@ class VanillaTransformerTranslationPipeline(Pipeline):
                 f"the translation pipeline takes strings, got {type(text).__name__}: {text!r:.80}; pass a string, a "
                 "list of strings, or KeyDataset(dataset, column)."
             )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"expected text, got the lone surrogate U+{ord(text[error.start]):04X} at character "
+                f"{error.start + 1} of {text!r:.80}; decode the text as UTF-8, or with errors='replace'."
+            ) from None
         tokenizer: Any = self.tokenizer
         build = getattr(tokenizer, "_build_translation_inputs", None)
 

@@ -302,9 +302,20 @@ def encode_lines(
         name: What the warnings call the input.
         target: Whether the lines are of the target language, for tokenizers that tell the two apart.
         warn: Whether to warn of lines that were cut.
+
+    Raises:
+        ValueError: A line holds half of a surrogate pair, which is no character and which no file in UTF-8 has.
     """
     if not lines:
         return []
+    for number, line in zip(numbers, lines, strict=True):
+        try:
+            line.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name}, line {number}: expected text, got the lone surrogate U+{ord(line[error.start]):04X} at "
+                f"character {error.start + 1}; decode the text as UTF-8, or with errors='replace'."
+            ) from None
     key = "text_target" if target else "text"
     rows = tokenizer(**{key: list(lines)}, truncation=False, padding=False, verbose=False)["input_ids"]
     limit = tokenizer.model_max_length
