@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import os
+import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,7 @@ from translators import output_bias, varied_model
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, training
 from vanilla_transformer.data import TranslationCollator, tokenize_pairs
 from vanilla_transformer.training import (
+    CollatorWithItsOwnSeed,
     VanillaTransformerTrainer,
     VanillaTransformerTrainingArguments,
     bfloat16_gain,
@@ -126,7 +129,7 @@ def equation_3(n: int, d_model: int, warmup: int) -> float:
     "update, rate", [(1, 1.746928e-07), (2, 3.493856e-07), (4000, 6.987712e-04), (100_000, 1.397542e-04)]
 )
 def test_the_rate_is_that_of_equation_3(update, rate):
-    """B046: the values of the public report, for the base model."""
+    """The values of the public report, for the base model."""
     assert learning_rate_at(update, 512, 4000) == pytest.approx(rate, rel=1e-6)
     assert learning_rate_at(update, 512) == pytest.approx(rate, rel=1e-6)
     assert learning_rate_at(update, 256) == pytest.approx(rate * math.sqrt(2), rel=1e-6)
@@ -146,7 +149,7 @@ def wide_model(d_model: int):
 @pytest.mark.parametrize("d_model", [512, 256])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_optimizer_uses_equation_3_at_each_update_whatever_the_accumulation(tmp_path, d_model, accumulation):
-    """B046: read from the optimizer before each step; updates count, not micro-batches."""
+    """Read from the optimizer before each step; updates count, not micro-batches."""
     watch = Watch()
     trainer = VanillaTransformerTrainer(
         wide_model(d_model),
@@ -320,10 +323,9 @@ def one_update(cls, folder: Path, rows: int, accumulation: int, dataset=None, mo
     args = arguments(
         folder,
         args_class,
-        **SGD,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=accumulation,
-        **{"max_grad_norm": 0.0, **settings},
+        **{**SGD, "max_grad_norm": 0.0, **settings},
     )
     trainer = cls(model, args, train_dataset=dataset or random_pairs(EIGHT), data_collator=collator_for(args, model))
     trainer.train()
@@ -339,7 +341,7 @@ def collator_for(args, model):
     return DataCollatorForSeq2Seq(train_tokenizer(["a"], 259), model=model)
 
 
-def manual_update(dataset: Dataset, label_smoothing: float, model=None):
+def manual_update(dataset: Dataset, label_smoothing: float, model=None, learning_rate: float = 0.01):
     """One step by hand on the sum of the token losses over the number of tokens; the loss, and the model after it."""
     model = model if model is not None else small_model()
     losses = token_losses(model, dataset, label_smoothing)
@@ -347,14 +349,14 @@ def manual_update(dataset: Dataset, label_smoothing: float, model=None):
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.01 * parameter.grad
+            parameter -= learning_rate * parameter.grad
     return loss.item(), model
 
 
 @pytest.mark.parametrize("rows, accumulation", [(8, 1), (4, 2), (1, 8)])
 @pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer, Trainer])
 def test_accumulation_equals_one_large_batch(tmp_path, cls, rows, accumulation):
-    """B037: same logged loss and weights; the oracle is one manual step over all eight."""
+    """Same logged loss and weights; the oracle is one manual step over all eight."""
     expected_loss, expected = manual_update(random_pairs(EIGHT), label_smoothing=0.1)
     model, trainer = one_update(cls, tmp_path, rows, accumulation)
     assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
@@ -364,11 +366,80 @@ def test_accumulation_equals_one_large_batch(tmp_path, cls, rows, accumulation):
 @pytest.mark.parametrize("rows, accumulation", [(8, 1), (4, 2), (1, 8)])
 @pytest.mark.parametrize("cls", [Seq2SeqTrainer, Trainer])
 def test_the_stock_label_smoothing_replaces_ours(tmp_path, cls, rows, accumulation):
-    """B037 and B038: smoothed once, by 0.3 and not by the configuration's 0.1; accumulation changes nothing."""
+    """Smoothed once, by 0.3 and not by the configuration's 0.1; accumulation changes nothing."""
     expected_loss, expected = manual_update(random_pairs(EIGHT), label_smoothing=0.3)
     model, trainer = one_update(cls, tmp_path, rows, accumulation, label_smoothing_factor=0.3)
     assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
     same_weights(model, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer, Trainer])
+def test_the_logged_gradient_and_the_evaluation_do_not_depend_on_the_accumulation(tmp_path, cls, smoothing):
+    """The norm is that of the whole batch's gradient; evaluation is unsmoothed, but by the stock smoothing."""
+    stock = {} if cls is VanillaTransformerTrainer else {"label_smoothing_factor": smoothing}
+    expected_loss, expected = manual_update(
+        random_pairs(EIGHT), smoothing, small_model(label_smoothing=smoothing), learning_rate=0.0
+    )
+    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in expected.parameters()))
+    unsmoothed = token_losses(small_model(), random_pairs(EIGHT), stock.get("label_smoothing_factor", 0.0)).mean()
+    for rows, accumulation in ((8, 1), (4, 2), (1, 8)):
+        model = small_model(label_smoothing=smoothing)
+        _, trainer = one_update(
+            cls, tmp_path, rows, accumulation, model=model, max_grad_norm=1e9, learning_rate=0.0, **stock
+        )
+        assert logged(trainer, "grad_norm") == pytest.approx([norm], rel=1e-5)
+        assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
+        evaluated = trainer.evaluate(random_pairs(EIGHT))
+        assert evaluated["eval_loss"] == pytest.approx(unsmoothed.item(), abs=1e-5)
+
+
+def test_a_wrapped_model_makes_decoder_inputs_or_says_what_to_pass(tmp_path):
+    """The stock collator asks the model for them; one that does not offer them leads to a message, never to source."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from vanilla_transformer.tokenization import train_tokenizer
+
+    tokenizer = train_tokenizer(["a"], 259)
+    model = small_model(decoder_start_token_id=4, label_smoothing=0.0).train()
+    rows = [dict(row) for row in random_pairs(EIGHT)]
+
+    def batch_for(wrapped):
+        return dict(DataCollatorForSeq2Seq(tokenizer, model=wrapped)(copy.deepcopy(rows)))
+
+    expected = [[4, *row["labels"][:-1]] for row in rows]
+    for offered in (model, torch.compile(model)):
+        batch = batch_for(offered)
+        decoder_input_ids = batch["decoder_input_ids"].tolist()
+        assert [ids[: len(row)] for ids, row in zip(decoder_input_ids, expected, strict=True)] == expected
+    labels = batch.pop("labels")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = DistributedDataParallel(model)
+        logits = parallel(**batch).logits
+        loss = parallel(**batch, labels=labels).loss
+        unasked = batch_for(parallel)
+        assert "decoder_input_ids" not in unasked
+        del unasked["labels"]
+        with pytest.raises(
+            ValueError, match=r"DataCollatorForSeq2Seq\(tokenizer, model=model\), with the model itself"
+        ):
+            parallel(**unasked)
+    finally:
+        torch.distributed.destroy_process_group()
+    right = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    assert loss.item() == pytest.approx(right.item(), abs=1e-6)
+    for none in (Seq2SeqTrainer, Trainer):
+        args = arguments(
+            tmp_path,
+            Seq2SeqTrainingArguments if none is Seq2SeqTrainer else TrainingArguments,
+            label_smoothing_factor=0.1,
+            max_steps=1,
+        )
+        collator = DataCollatorForSeq2Seq(tokenizer)
+        trainer = none(small_model(), args, train_dataset=random_pairs(EIGHT), data_collator=collator)
+        with pytest.raises(ValueError, match=r"DataCollatorForSeq2Seq\(tokenizer, model=model\)"):
+            trainer.train()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
@@ -400,7 +471,7 @@ def without_labels(dataset: Dataset) -> Dataset:
 
 
 def test_an_update_without_any_label_leaves_the_weights_as_they_are(tmp_path):
-    """B041: no NaN."""
+    """No NaN."""
     for accumulation in (1, 2):
         model, trainer = one_update(
             VanillaTransformerTrainer,
@@ -415,7 +486,7 @@ def test_an_update_without_any_label_leaves_the_weights_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer])
 def test_a_micro_batch_without_labels_counts_for_nothing(tmp_path, cls):
-    """B041: the same update as without it."""
+    """The same update as without it."""
     kept, lost = random_pairs(EIGHT[:4]), without_labels(random_pairs(EIGHT[4:], seed=50))
     expected_loss, expected = manual_update(kept, label_smoothing=0.1)
     mixed = Dataset.from_list([*kept, *lost])
@@ -424,9 +495,64 @@ def test_a_micro_batch_without_labels_counts_for_nothing(tmp_path, cls):
     same_weights(model, expected, rtol=1e-5, atol=1e-6)
 
 
+class InOrder:
+    """For a trainer of batches of sentences: unshuffled, so that a test decides what a micro-batch holds."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer])
+def test_a_whole_micro_batch_without_labels_counts_for_nothing(tmp_path, cls, smoothing, first):
+    """Four rows of labels and four of none, one after the other, in one update."""
+    kept, lost = random_pairs(EIGHT[:4]), without_labels(random_pairs(EIGHT[4:], seed=50))
+    expected_loss, expected = manual_update(kept, smoothing, small_model(label_smoothing=smoothing))
+    mixed = Dataset.from_list([*lost, *kept] if first else [*kept, *lost])
+    in_order = type("InOrderTrainer", (InOrder, cls), {})
+    settings = {} if cls is VanillaTransformerTrainer else {"label_smoothing_factor": smoothing}
+    model = small_model(label_smoothing=smoothing)
+    args_class = VanillaTransformerTrainingArguments if not settings else Seq2SeqTrainingArguments
+    if not settings:
+        settings = {"tokens_per_batch": None}
+    args = arguments(
+        tmp_path,
+        args_class,
+        **SGD,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.0,
+        **settings,
+    )
+    trainer = in_order(model, args, train_dataset=mixed, data_collator=collator_for(args, model))
+    trainer.train()
+    assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
+    same_weights(model, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_any_label_only_the_weight_decay_is_left(tmp_path):
+    """By hand: Adam's step is zero, and decoupled decay takes rate * decay of every matrix."""
+    model, trainer = one_update(
+        VanillaTransformerTrainer,
+        tmp_path,
+        2,
+        2,
+        without_labels(random_pairs(EIGHT[:4])),
+        optim="adamw_torch",
+        weight_decay=0.5,
+    )
+    decayed = set(trainer.get_decay_parameter_names(model))
+    before = dict(small_model().named_parameters())
+    assert 0 < len(decayed) < len(before)
+    for name, parameter in model.named_parameters():
+        share = 1 - 0.01 * 0.5 if name in decayed else 1.0
+        torch.testing.assert_close(parameter, before[name] * share, rtol=1e-6, atol=0, msg=name)
+
+
 @pytest.mark.parametrize("cls, reentrant", [(VanillaTransformerTrainer, False), (Seq2SeqTrainer, True)])
 def test_gradient_checkpointing_changes_nothing(tmp_path, cls, reentrant):
-    """B048, through the trainer: same loss and weights; afterwards the model still generates the same."""
+    """Through the trainer: same loss and weights; afterwards the model still generates the same."""
     plain, plain_trainer = one_update(cls, tmp_path, 8, 1)
     model, trainer = one_update(
         cls,
@@ -749,7 +875,7 @@ def test_each_segment_is_generated_and_scored_once_in_the_order_of_the_dataset(t
 
 
 def test_bleu_of_the_evaluation_is_that_of_the_sacrebleu_command(tmp_path, tiny_tokenizer, translator):
-    """B042: translations one by one into a file, references into another."""
+    """Translations one by one into a file, references into another."""
     model, _, pairs = translator
     metrics = evaluator(tmp_path, translator, tiny_tokenizer, tokens_per_batch=60).evaluate()
     hypotheses = alone(model, tiny_tokenizer, [pair["source"] for pair in pairs], num_beams=1)
@@ -824,7 +950,6 @@ def test_several_evaluation_sets_are_told_apart(tmp_path, tiny_tokenizer, transl
 
 
 def test_an_evaluation_set_with_unlabelled_rows_is_a_mean_over_the_rest(tmp_path, tiny_tokenizer, translator):
-    """B041."""
     model, dataset, _ = translator
     mixed = Dataset.from_list([*dataset.select(range(6)), *without_labels(dataset.select(range(6, 10)))])
     for batching in BATCHINGS:
@@ -899,7 +1024,7 @@ def test_evaluation_leaves_the_models_decoding_as_it_was(tmp_path, tiny_tokenize
 
 
 def test_the_stock_seq2seq_trainer_evaluates_with_our_metrics(tmp_path, tiny_tokenizer, translator):
-    """B042: batches whose outputs differ in length, the last batch smaller."""
+    """Batches whose outputs differ in length, the last batch smaller."""
     from vanilla_transformer.evaluation import compute_metrics_for
 
     model, _, _ = translator
@@ -976,18 +1101,21 @@ RESUME = {
 }
 
 
-def resumable(folder: Path, seed: int = 0, **settings):
+def resumable(folder: Path, seed: int = 0, collator=None, **settings):
     torch.manual_seed(seed)
     model = small_model(dropout=0.1, std=0.1, seed=seed)
     trainer = VanillaTransformerTrainer(
-        model, arguments(folder, **{**RESUME, **settings}), train_dataset=random_pairs(MANY * 2)
+        model,
+        arguments(folder, **{**RESUME, **settings}),
+        train_dataset=random_pairs(MANY * 2),
+        data_collator=collator,
     )
     return model, trainer
 
 
 @pytest.mark.parametrize("checkpoint", [5, 10])
 def test_a_resumed_run_is_bit_identical_with_an_undisturbed_one(tmp_path, checkpoint):
-    """B045: in mid-epoch, dropout 0.1, token batches, accumulation 2; losses, rates and weights."""
+    """In mid-epoch, dropout 0.1, token batches, accumulation 2; losses, rates and weights."""
     whole, undisturbed = resumable(tmp_path)
     undisturbed.train()
     updates_per_epoch = round(undisturbed.state.global_step / undisturbed.state.epoch)
@@ -1001,6 +1129,74 @@ def test_a_resumed_run_is_bit_identical_with_an_undisturbed_one(tmp_path, checkp
     same_weights(model, whole, rtol=0, atol=0)
     held = {path.name for path in (tmp_path / f"checkpoint-{checkpoint}").iterdir()}
     assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "model.safetensors"} <= held
+
+
+class RandomCollator(TranslationCollator):
+    """Masks words at random, by each of the three generators that there are."""
+
+    def __init__(self):
+        super().__init__(PAD)
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, rows):
+        batch = super().__call__(rows)
+        ids = batch["input_ids"]
+        shape = tuple(ids.shape)
+        drawn = torch.rand(shape) + torch.from_numpy(np.random.rand(*shape)) + random.random()
+        batch["input_ids"] = ids.masked_fill((drawn > 1.9) & (ids > EOS), 4)
+        self.seen.append(batch["input_ids"])
+        return batch
+
+
+@pytest.mark.parametrize("batching", [{}, {"tokens_per_batch": None, "per_device_train_batch_size": 4}])
+def test_a_collator_that_draws_random_numbers_draws_the_same_after_a_resume(tmp_path, batching):
+    """Its draws also leave the dropout's random numbers alone, and are others for each batch and epoch."""
+    collators = [RandomCollator(), RandomCollator()]
+    whole, undisturbed = resumable(tmp_path, collator=collators[0], **batching)
+    undisturbed.train()
+    assert undisturbed.state.epoch > 1
+    model, trainer = resumable(tmp_path, seed=5, collator=collators[1], **batching)
+    torch.rand(7), np.random.rand(7), random.random()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert logged(trainer, "loss") == logged(undisturbed, "loss")
+    same_weights(model, whole, rtol=0, atol=0)
+    seen = [collator.seen for collator in collators]
+    assert len(seen[0]) > len(seen[1]) > 0
+    for left, right in zip(seen[0][-len(seen[1]) :], seen[1], strict=True):
+        assert torch.equal(left, right)
+    masked = [float((ids == 4).float().mean()) for ids in seen[0]]
+    assert min(masked) < max(masked)
+
+
+def test_random_numbers_of_a_collator_follow_from_seed_epoch_and_rows():
+    rows = list(random_pairs(MANY[:6]))
+
+    def drawn(seed: int, epoch: int, rows) -> torch.Tensor:
+        collator = CollatorWithItsOwnSeed(lambda rows: torch.rand(8), seed)
+        collator.epoch.fill_(epoch)
+        return collator(rows)
+
+    generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    reference = drawn(1, 0, rows)
+    assert torch.equal(drawn(1, 0, rows), reference)
+    for other in ((2, 0, rows), (1, 1, rows), (1, 0, rows[::-1]), (1, 0, rows[:5])):
+        assert not torch.equal(drawn(*other), reference)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == generators
+
+
+def test_a_collator_stays_what_it_was_to_whoever_asks_the_trainer(tmp_path, tiny_tokenizer):
+    model = small_model()
+    collator = DataCollatorForSeq2Seq(tiny_tokenizer, model=model)
+    trainer = VanillaTransformerTrainer(model, arguments(tmp_path), data_collator=collator)
+    assert trainer.data_collator.tokenizer is tiny_tokenizer
+    copied = pickle.loads(pickle.dumps(trainer.data_collator))  # as a worker that is not forked gets it
+    rows = [dict(row) for row in random_pairs(EIGHT)]
+    for name, value in collator(copy.deepcopy(rows)).items():
+        assert torch.equal(copied(copy.deepcopy(rows))[name], value)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = trainer.data_collator.no_such_thing
+    ours = TranslationCollator(PAD)
+    assert VanillaTransformerTrainer(model, arguments(tmp_path), data_collator=ours).data_collator is ours
 
 
 def test_a_run_resumed_at_the_end_of_an_epoch_is_bit_identical(tmp_path):
@@ -1036,10 +1232,16 @@ import json, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import conftest, torch
-from test_training import logged, resumable
+from test_training import RandomCollator, logged, resumable
 torch.set_num_threads(1)
 folder, checkpoint, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-model, trainer = resumable(folder, seed=0 if checkpoint == "none" else 5, dataloader_num_workers=workers)
+model, trainer = resumable(
+    folder,
+    seed=0 if checkpoint == "none" else 5,
+    collator=RandomCollator() if sys.argv[5] == "random" else None,
+    dataloader_num_workers=workers,
+    dataloader_persistent_workers=workers > 0,
+)
 trainer.train(resume_from_checkpoint=None if checkpoint == "none" else str(folder / checkpoint))
 torch.save(model.state_dict(), sys.argv[4])
 print("RESULT", json.dumps([logged(trainer, "loss"), logged(trainer, "learning_rate")]))
@@ -1047,15 +1249,14 @@ print("RESULT", json.dumps([logged(trainer, "loss"), logged(trainer, "learning_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_resumed_in_a_new_process_is_bit_identical(tmp_path, workers):
-    """B045."""
+@pytest.mark.parametrize("workers, collator", [(0, "plain"), (2, "plain"), (2, "random")])
+def test_a_run_resumed_in_a_new_process_is_bit_identical(tmp_path, workers, collator):
     script = tmp_path / "run.py"
     script.write_text(RESUME_SCRIPT.format(tests=str(Path(__file__).parent)))
     results, weights = [], []
     for checkpoint in ("none", "checkpoint-5"):
         output = tmp_path / f"weights-{checkpoint}.pt"
-        command = [sys.executable, str(script), str(tmp_path / "run"), checkpoint, str(workers), str(output)]
+        command = [sys.executable, str(script), str(tmp_path / "run"), checkpoint, str(workers), str(output), collator]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         results.append(next(line for line in result.stdout.splitlines() if line.startswith("RESULT")))
@@ -1160,7 +1361,7 @@ def test_training_stops_early_where_bleu_no_longer_rises(tmp_path):
 
 @pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Trainer])
 def test_a_few_pairs_are_learnt_by_heart_end_of_sentence_included(tmp_path, cls):
-    """B036 and B044: greedy and beam decoding give the targets exactly, first token to EOS."""
+    """Greedy and beam decoding give the targets exactly, first token to EOS."""
     dataset = random_pairs([(4, 3), (6, 7), (3, 5), (7, 11)])
     torch.manual_seed(0)
     model = VanillaTransformerForConditionalGeneration(small_model(d_model=32, d_ff=64, dropout=0.0).config)
