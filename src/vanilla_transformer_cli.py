@@ -275,6 +275,9 @@ def evaluate_parser() -> argparse.ArgumentParser:
         "--tokenize", metavar="T", default="13a", help="sacreBLEU's tokenizer for BLEU, such as zh for Chinese"
     )
     parser.add_argument(
+        "--lowercase", action="store_true", help="let capitals count as small letters, as the signatures then say"
+    )
+    parser.add_argument(
         "--json",
         type=output_file,
         metavar="OUT",

@@ -274,6 +274,28 @@ def test_evaluate_json_to_standard_output_is_json_alone(capsys, folder, source, 
     assert json.loads(out)["segments"] == 5
 
 
+def test_evaluate_is_told_how_to_count(capsys, copying, monkeypatch, tmp_path):
+    """A model that copies, so that the translations are known; the score is the sacrebleu command's on the files."""
+    monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: 1.0)  # a copy has no probabilities
+    source, reference = tmp_path / "source.txt", tmp_path / "reference.txt"
+    source.write_text("The Red Train leaves at seven today\n我今天去了公园很好\n")
+    reference.write_text("the red train leaves at SEVEN\n我今天去公园了很好\n")
+    found = set()
+    for flags, theirs in (([], []), (["--lowercase"], ["-lc"]), (["--tokenize", "zh"], ["-tok", "zh"])):
+        code, out, _ = run(
+            capsys,
+            *("evaluate", "--model", "a/b", "--source", str(source), "--reference", str(reference)),
+            *("--json", "-", *flags),
+        )
+        command = [sys.executable, "-m", "sacrebleu", str(reference), "-i", str(source), "-m", "bleu", "-w", "8"]
+        expected = json.loads(subprocess.run([*command, *theirs], capture_output=True, check=True).stdout)
+        bleu = json.loads(out)["bleu"]
+        assert (code, bleu["signature"]) == (0, expected["signature"])
+        assert bleu["score"] == pytest.approx(expected["score"], abs=1e-6)
+        found.add(expected["score"])
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize("extra", [1, -1])
 def test_evaluate_refuses_unequal_files_with_both_numbers(capsys, source, tmp_path, extra):
     reference, results = tmp_path / "reference.txt", tmp_path / "results.json"

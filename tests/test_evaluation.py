@@ -80,11 +80,31 @@ def test_scores_and_signatures_are_those_of_the_sacrebleu_command(tmp_path, hypo
         assert scores[metric]["signature"] == expected[metric]["signature"]
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ([line.upper() for line in HYPOTHESES], [REFERENCES, OTHER_REFERENCES]),
+        (["THE Große Straße Im Ort"], [["the GROßE straße im ORT x"]]),
+    ],
+)
+def test_capitals_count_as_small_letters_on_request(tmp_path, lines):
+    expected = sacrebleu_command(tmp_path, *lines, "-lc", "--chrf-lowercase")
+    scores = corpus_scores(*lines, lowercase=True)
+    for metric in ("bleu", "chrf"):
+        assert scores[metric]["score"] == pytest.approx(expected[metric]["score"], abs=1e-9)
+        assert scores[metric]["signature"] == expected[metric]["signature"]
+        assert scores[metric]["score"] > corpus_scores(*lines)[metric]["score"]
+
+
 def test_known_scores():
     """Values that sacreBLEU's own users measured: references are one list a file, and never tokenised to match."""
     assert corpus_scores(HYPOTHESES, [REFERENCES])["bleu"]["score"] == pytest.approx(45.0675, abs=1e-3)
     spaced = corpus_scores(["Hello , world ! It 's me ."], [["Hello, world! It's me."]])
     assert spaced["bleu"]["score"] == pytest.approx(41.113, abs=1e-3)
+    both = corpus_scores(["Hello , world ! It 's me ."], [["Hello , world ! It 's me ."]])
+    assert both["bleu"]["score"] == pytest.approx(100.0)
+    transposed = corpus_scores(HYPOTHESES[:1], [[each] for each in REFERENCES])  # three references of one segment
+    assert "nrefs:3" in transposed["bleu"]["signature"]
 
 
 @pytest.mark.parametrize(

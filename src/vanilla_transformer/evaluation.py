@@ -24,7 +24,7 @@ from vanilla_transformer.translation import encode_lines, evaluation_mode, lengt
 logger = logging.getLogger(__name__)
 
 
-def bleu_with(tokenize: str | None) -> BLEU:
+def bleu_with(tokenize: str | None, lowercase: bool = False) -> BLEU:
     """sacreBLEU's BLEU with one of its tokenizers.
 
     Raises:
@@ -34,13 +34,17 @@ def bleu_with(tokenize: str | None) -> BLEU:
     if tokenize is not None and tokenize not in BLEU.TOKENIZERS:
         raise ValueError(f"tokenize must be one of {', '.join(sorted(BLEU.TOKENIZERS))}, got {tokenize!r}.")
     try:
-        return BLEU(tokenize=tokenize)
+        return BLEU(tokenize=tokenize, lowercase=lowercase)
     except (RuntimeError, ImportError) as error:
         raise ImportError(f"tokenize={tokenize!r}: {' '.join(str(error).split())}") from error
 
 
 def corpus_scores(
-    hypotheses: Sequence[str], references: Sequence[Sequence[str]], *, tokenize: str | None = None
+    hypotheses: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    tokenize: str | None = None,
+    lowercase: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """BLEU and chrF of a whole corpus, the numbers of the `sacrebleu` command on the same lines.
 
@@ -49,6 +53,7 @@ def corpus_scores(
         references: One sequence for each reference file, each with one line a segment: `[references]` for a single
             file. (Not one list a segment.)
         tokenize: sacreBLEU's tokenizer for BLEU; None means its default for most languages, "13a". Chinese needs "zh".
+        lowercase: Whether capitals count as small letters, in BLEU and chrF; the signatures say so.
 
     Returns:
         `{"bleu": {"score", "signature", "precisions", "brevity_penalty"}, "chrf": {"score", "signature"}}`; scores
@@ -71,7 +76,7 @@ def corpus_scores(
                 f"reference {number} has {len(lines)} lines for {len(hypotheses)} hypotheses; every reference file "
                 "has one line a segment, and references are one sequence a file, not one a segment."
             )
-    bleu, chrf = bleu_with(tokenize), CHRF()
+    bleu, chrf = bleu_with(tokenize, lowercase), CHRF(lowercase=lowercase)
     lists = [list(lines) for lines in references]
     bleu_score = bleu.corpus_score(list(hypotheses), lists)
     chrf_score = chrf.corpus_score(list(hypotheses), lists)

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
             "segments": len(hypotheses),
             "num_beams": settings.get("num_beams") or model.generation_config.num_beams or 1,
             "dtype": arguments.dtype,
-            **corpus_scores(hypotheses, references, tokenize=arguments.tokenize),
+            **corpus_scores(hypotheses, references, tokenize=arguments.tokenize, lowercase=arguments.lowercase),
             "perplexity": perplexity(
                 model, tokenizer, sources, references[0], tokens_per_batch=arguments.tokens_per_batch
             ),
