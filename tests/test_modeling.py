@@ -1224,6 +1224,23 @@ def test_gradient_checkpointing_equals_none(reentrant, use_cache):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that newer versions replace
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_says_nothing_at_each_step(reentrant, caplog, recwarn):
+    """At most once, that a cache which was asked for is left out."""
+    model = small_model().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    logger = logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        for step in range(6):
+            loss_and_gradients(model, training_batch(), **({"use_cache": True} if step % 2 else {}))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert len(caplog.records) <= 1
+    assert len([warning for warning in recwarn if "checkpoint" in str(warning.message)]) <= 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that newer versions replace
 def test_gradient_checkpointing_left_on_does_not_change_generation():
     model = small_model()
     before = model.generate(words(2, 5), max_new_tokens=8)

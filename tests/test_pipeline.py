@@ -362,6 +362,22 @@ def test_importing_adds_translation_and_changes_nothing_else():
     assert again == before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["transformers", "vanilla_transformer"])
+def test_the_order_of_the_imports_does_not_matter(first, folder, expected):
+    """And of names got before the package was imported, as scripts have them."""
+    lines = ["from transformers import pipeline", "import vanilla_transformer"]
+    program = "\n".join(lines if first == "transformers" else lines[::-1])
+    program += (
+        "\nimport json, sys\n"
+        "translator = pipeline('translation_en_to_de', model=sys.argv[1], device='cpu')\n"
+        "print(json.dumps(translator(json.loads(sys.argv[2]), batch_size=8)))"
+    )
+    command = [sys.executable, "-c", program, folder, json.dumps(SOURCES)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(output.splitlines()[-1]) == records(expected)
+
+
 @pytest.mark.parametrize("task", ["summarization", "text2text-generation"])
 def test_other_removed_tasks_raise_as_before(task, model, tiny_tokenizer):
     if task not in getattr(pipelines, "REMOVED_TASKS", {}):

@@ -1,18 +1,24 @@
 """The joint byte-level BPE: nothing is lost, nothing in a text is taken for a control token, EOS always closes."""
 
+import copy
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerFast, pipeline
 
+from conftest import TINY_CORPUS
+from vanilla_transformer.data import TranslationCollator, tokenize_pairs
 from vanilla_transformer.tokenization import SPECIAL_TOKENS, train_tokenizer
 
 
@@ -119,6 +125,93 @@ def test_saved_folder_opens_without_this_package(tiny_tokenizer, saved, tmp_path
     assert (padding_side, model_max_length) == ("right", 1024)
 
 
+def mixed_texts(count: int) -> list[str]:
+    """The hard texts and random ones of several scripts, signs and control characters."""
+    drawn = random.Random(3)
+    ranges = [(32, 126), (32, 126), (0xA0, 0x24F), (0x300, 0x36F), (0x370, 0x5FF), (0x600, 0x6FF), (0x900, 0x97F)]
+    ranges += [(0x2000, 0x206F), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF), (0, 31)]
+    texts = list(HARD_TEXTS)
+    while len(texts) < count:
+        spans = [drawn.choice(ranges) for _ in range(drawn.randrange(1, 5))]
+        texts.append("".join(chr(drawn.randint(*drawn.choice(spans))) for _ in range(drawn.randrange(1, 40))))
+    return texts
+
+
+OPEN_TOKENIZERS = """
+import json, sys
+from transformers import AutoTokenizer
+folders, texts = json.load(open(sys.argv[1]))
+answers = []
+for folder in folders:
+    for options in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        ids = tokenizer(texts)["input_ids"]
+        back = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        settings = [tokenizer.padding_side, tokenizer.truncation_side, tokenizer.model_max_length,
+                    tokenizer.clean_up_tokenization_spaces, tokenizer.split_special_tokens,
+                    tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id,
+                    sorted(tokenizer.all_special_tokens), len(tokenizer), tokenizer.decode(ids[0])]
+        answers.append([ids, back == texts, settings])
+assert "vanilla_transformer" not in sys.modules
+print()  # transformers may have asked a question, which stands unanswered
+print(json.dumps(answers))
+"""
+
+
+@pytest.mark.slow
+def test_ids_are_the_same_wherever_the_tokenizer_is_saved(tmp_path):
+    """Beside a model or alone, by trainer, checkpoint and pipeline, with and without trust in code; nothing rebuilt.
+
+    The oracle is the tokenizers library on the file itself.
+    """
+    from translators import varied_model
+    from vanilla_transformer import VanillaTransformerTrainer
+    from vanilla_transformer.training import VanillaTransformerTrainingArguments
+
+    tokenizer = train_tokenizer(HARD_TEXTS * 2, 700, model_max_length=77)
+    model = varied_model(tokenizer)
+    tokenizer.save_pretrained(tmp_path / "alone")
+    for folder in ("model", "no_config"):
+        model.save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    (tmp_path / "no_config" / "config.json").unlink()
+    rows = [{"input_ids": ids[-9:], "labels": ids[-9:]} for ids in tokenizer(HARD_TEXTS[:4])["input_ids"]]
+    args = VanillaTransformerTrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        save_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = VanillaTransformerTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    pipeline("translation", model=str(tmp_path / "model")).save_pretrained(tmp_path / "pipeline")
+
+    texts = mixed_texts(200)
+    folders = [str(tmp_path / name) for name in ("alone", "model", "no_config", "run", "run/checkpoint-1", "pipeline")]
+    (tmp_path / "task.json").write_text(json.dumps([folders, texts]))
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-I", "-c", OPEN_TOKENIZERS, str(tmp_path / "task.json")]
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=False, **pipes)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert len(answers) == 3 * len(folders)
+    ids = [Tokenizer.from_file(str(tmp_path / "alone" / "tokenizer.json")).encode(text).ids for text in texts]
+    special = sorted(SPECIAL_TOKENS.values())
+    settings = ["right", "right", 77, False, True, BOS, PAD, EOS, None, special, len(tokenizer), f"{texts[0]}</s>"]
+    # The file knows no split_special_tokens, so it reads the names of control tokens as control tokens.
+    ordinary = [number for number, text in enumerate(texts) if not any(name in text for name in special)]
+    assert len(ordinary) > 190
+    for found, unchanged, kept in answers:
+        assert unchanged
+        assert kept == settings
+        assert found == tokenizer(texts)["input_ids"]
+        assert [found[number] for number in ordinary] == [ids[number] for number in ordinary]
+
+
 @pytest.mark.parametrize("tokens", [6, 7, 29])
 @pytest.mark.parametrize("side", ["text", "text_target"])
 def test_truncation_cuts_to_the_limit_and_keeps_eos(tokenizer, tokens, side):
@@ -144,6 +237,48 @@ def test_batches_are_padded_on_the_right_and_do_not_change_the_ids(tokenizer):
         assert ids.tolist() == alone + [PAD] * (len(ids) - len(alone))
         assert mask.tolist() == [1] * len(alone) + [0] * (len(ids) - len(alone))
         assert ((ids != PAD) == mask).all()
+
+
+def test_no_way_of_asking_makes_control_tokens_of_text(tokenizer):
+    text = HARD_TEXTS[0]
+    plain = tokenizer(text).input_ids
+    batch = tokenizer([text, "x"], padding=True, return_tensors="pt")
+    assert batch["input_ids"][0].tolist() == plain
+    assert batch["attention_mask"].equal((batch["input_ids"] != PAD).long())
+    assert tokenizer(text_target=text).input_ids == plain
+    assert tokenizer([text], truncation=True, max_length=9)["input_ids"][0] == [*plain[:8], EOS]
+    assert tokenizer(text, add_special_tokens=False).input_ids == plain[:-1]
+    assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) == plain[:-1]
+    assert tokenizer(text, "</s>").input_ids == [*plain, *tokenizer("</s>").input_ids]
+
+
+def test_labels_end_in_the_one_end_of_sentence_whatever_the_settings(tiny_tokenizer):
+    """Counted in the labels after the collators, also where a tokenizer pads with its end of sentence."""
+    targets = [target for _, target in TINY_CORPUS]
+    padding_with_eos = copy.deepcopy(tiny_tokenizer)
+    padding_with_eos.pad_token = padding_with_eos.eos_token
+    assert padding_with_eos.pad_token_id == EOS
+    for tokenizer in (tiny_tokenizer, padding_with_eos):
+        pairs = Dataset.from_dict({"source": targets[::-1], "target": targets})
+
+        def encode(batch, tokenizer=tokenizer, **options):
+            return tokenizer(batch["source"], text_target=batch["target"], **options)
+
+        ways = [
+            tokenize_pairs(pairs, tokenizer)[0],
+            tokenize_pairs(pairs, tokenizer, max_source_tokens=8, max_target_tokens=8, drop=False)[0],
+            pairs.map(encode, batched=True, batch_size=3),
+            pairs.map(encode, batched=True, fn_kwargs={"truncation": True, "max_length": 8}),
+            pairs.map(encode),
+        ]
+        for rows in ways:
+            rows = [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+            for collate in (TranslationCollator(tokenizer.pad_token_id), DataCollatorForSeq2Seq(tokenizer)):
+                for labels in collate(copy.deepcopy(rows))["labels"].tolist():
+                    kept = [label for label in labels if label != -100]
+                    assert labels[: len(kept)] == kept
+                    assert kept.count(EOS) == 1
+                    assert kept[-1] == EOS
 
 
 def test_both_texts_of_a_pair_are_closed(tokenizer):

@@ -176,10 +176,10 @@ def test_the_schedule_holds_for_a_hundred_thousand_updates(tmp_path):
     for update in (1, 2, 3999, 4000, 4001):
         assert rates[update] == pytest.approx(equation_3(update, 512, 4000), rel=1e-9)
     assert max(rates, key=rates.__getitem__) == 4000
-    # As after a resume at update 99,999.
-    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 99_998})
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.397542e-04, rel=1e-6)
+    for done, rate in ((2_000, equation_3(2_001, 512, 4000)), (99_999, 1.397542e-04)):  # as after a resume
+        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": done - 1})
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-6)
 
 
 @pytest.mark.parametrize("given, peak", [(None, (16 * 4) ** -0.5), (0.005, 0.005)])
@@ -1129,6 +1129,8 @@ def test_a_resumed_run_is_bit_identical_with_an_undisturbed_one(tmp_path, checkp
     same_weights(model, whole, rtol=0, atol=0)
     held = {path.name for path in (tmp_path / f"checkpoint-{checkpoint}").iterdir()}
     assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "model.safetensors"} <= held
+    pickled = {name for name in held if name.endswith((".pt", ".pth", ".bin", ".pkl", ".ckpt"))}
+    assert pickled == {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}  # the trainer's own
 
 
 class RandomCollator(TranslationCollator):

@@ -107,6 +107,14 @@ def test_a_line_break_inside_a_translation_becomes_one_space(tiny_tokenizer):
     assert on_one_line("a\u2028b\x85c\x0cd") == "a\u2028b\x85c\x0cd"
 
 
+def test_names_of_control_tokens_in_a_line_are_translated_as_text(tiny_tokenizer):
+    model = CopyModel(tiny_tokenizer)
+    lines = ["use the </s> tag, <pad>, <s> and <unk> here", "</s>", "<pad><pad>", "plain"]
+    assert first_texts(model, tiny_tokenizer, lines) == lines
+    lengths = sorted(len(tiny_tokenizer(line)["input_ids"]) for line in lines)
+    assert sorted(sum((mask.sum(dim=1).tolist() for mask in model.batches), [])) == lengths  # nothing is masked
+
+
 # --- Blank lines ---------------------------------------------------------------------------------------------------
 
 
