@@ -1242,7 +1242,7 @@ model, trainer = resumable(
     seed=0 if checkpoint == "none" else 5,
     collator=RandomCollator() if sys.argv[5] == "random" else None,
     dataloader_num_workers=workers,
-    dataloader_persistent_workers=workers > 0,
+    dataloader_persistent_workers=sys.argv[6] == "persistent",
 )
 trainer.train(resume_from_checkpoint=None if checkpoint == "none" else str(folder / checkpoint))
 torch.save(model.state_dict(), sys.argv[4])
@@ -1251,15 +1251,18 @@ print("RESULT", json.dumps([logged(trainer, "loss"), logged(trainer, "learning_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers, collator", [(0, "plain"), (2, "plain"), (2, "random")])
-def test_a_run_resumed_in_a_new_process_is_bit_identical(tmp_path, workers, collator):
+@pytest.mark.parametrize(
+    "workers, collator, kind",
+    [(0, "plain", "-"), (2, "plain", "-"), (2, "random", "-"), (2, "random", "persistent")],
+)
+def test_a_run_resumed_in_a_new_process_is_bit_identical(tmp_path, workers, collator, kind):
     script = tmp_path / "run.py"
     script.write_text(RESUME_SCRIPT.format(tests=str(Path(__file__).parent)))
     results, weights = [], []
     for checkpoint in ("none", "checkpoint-5"):
         output = tmp_path / f"weights-{checkpoint}.pt"
-        command = [sys.executable, str(script), str(tmp_path / "run"), checkpoint, str(workers), str(output), collator]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, str(script), str(tmp_path / "run"), checkpoint, str(workers), str(output)]
+        result = subprocess.run([*command, collator, kind], capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         results.append(next(line for line in result.stdout.splitlines() if line.startswith("RESULT")))
         weights.append(torch.load(output, weights_only=True))

@@ -318,6 +318,9 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             persistent_workers=self.args.dataloader_persistent_workers,
+            # Starting workers draws a random number; those that persist are started once in an undisturbed run, but
+            # twice where it was resumed in mid-epoch, which must not shift the random numbers of the dropout.
+            generator=torch.Generator() if self.args.dataloader_persistent_workers else None,
         )
         return self.accelerator.prepare(loader)
 
