@@ -24,6 +24,8 @@ VERBS = {
     "train": "train a model on parallel text, or fine-tune one",
     "translate": "translate a file or standard input, line by line",
     "evaluate": "BLEU, chrF and perplexity of a model on parallel text",
+    "score": "log-probabilities of given translations",
+    "average": "the last checkpoints of a run as one model",
     "push": "upload a model with its code, tokenizer, settings and card to the Hub",
 }
 
@@ -126,6 +128,14 @@ def model_folder(text: str) -> str:
     return text
 
 
+def existing_folder(text: str) -> str:
+    """The path of a folder that is there."""
+    if not os.path.isdir(text):
+        what = f"expected a folder, but {text} is a file" if os.path.exists(text) else f"no such folder: {text!r}"
+        raise argparse.ArgumentTypeError(what)
+    return text
+
+
 def model_name(text: str) -> str:
     """A folder that exists, or a name that may be one on the Hub."""
     if os.path.isdir(text):
@@ -138,8 +148,8 @@ def model_name(text: str) -> str:
     return text
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `translate` and `evaluate` have in common."""
+def _add_model_arguments(parser: argparse.ArgumentParser, searches: bool = True) -> None:
+    """What `translate`, `evaluate` and, but for the search, `score` have in common."""
     parser.add_argument(
         "--model",
         required=True,
@@ -148,19 +158,20 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="folder, or name on the Hub",
     )
-    parser.add_argument(
-        "--num_beams",
-        type=whole_number,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="beams of the search; 1 is greedy (default: the model's own, 4 where the paper's settings stand)",
-    )
+    if searches:
+        parser.add_argument(
+            "--num_beams",
+            type=whole_number,
+            metavar="N",
+            default=argparse.SUPPRESS,
+            help="beams of the search; 1 is greedy (default: the model's own, 4 where the paper's settings stand)",
+        )
     parser.add_argument(
         "--tokens_per_batch",
         type=whole_number,
         metavar="N",
         default=4096,
-        help="bound of rows x beams x longest row of a batch, padding counted",
+        help=f"bound of rows x {'beams x ' if searches else ''}longest row of a batch, padding counted",
     )
     parser.add_argument(
         "--device",
@@ -204,7 +215,9 @@ def translate_parser() -> argparse.ArgumentParser:
         epilog="A line of the output is the translation alone. With --n_best above 1 it is LINE<TAB>TEXT, K of them "
         "for each line of the input, best first. With --scores it is "
         "LINE<TAB>SCORE<TAB>LOG_PROBABILITY<TAB>LENGTH<TAB>TEXT: the score that ranks them (log-probability divided "
-        "by the length penalty), the natural log-probability, and the number of generated tokens.",
+        "by the length penalty), the natural log-probability, and the number of generated tokens. Objects of jsonl: "
+        "source, and hypotheses, best first, each with text, log_probability, length, score and, on request, tokens "
+        "and token_log_probabilities; a blank line has one empty hypothesis with log-probability 0.",
     )
     _add_model_arguments(parser)
     parser.add_argument(
@@ -221,6 +234,7 @@ def translate_parser() -> argparse.ArgumentParser:
         "--n_best", type=whole_number, metavar="K", default=1, help="translations of each line, at most the beams"
     )
     parser.add_argument("--scores", action="store_true", help="write scores beside the text")
+    _add_format_arguments(parser, "the translation, in columns with --n_best or --scores")
     parser.add_argument(
         "--length_penalty",
         type=finite_number,
@@ -325,11 +339,114 @@ def push_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_format_arguments(parser: argparse.ArgumentParser, text: str) -> None:
+    """What `translate` and `score` have in common: how numbers are written."""
+    parser.add_argument(
+        "--output_format",
+        choices=("text", "jsonl"),
+        default="text",
+        help=f"text: {text}; jsonl: one JSON object for each line of the input, with every number",
+    )
+    parser.add_argument(
+        "--token_probabilities",
+        action="store_true",
+        help="with --output_format jsonl: also the tokens and the log-probability of each",
+    )
+
+
+def score_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer score`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} score",
+        description="Forced decoding: the natural log-probability of each given target line given its source line, "
+        "end of sentence counted. Line i of the output belongs to line i of both inputs.",
+        epilog="A blank target is the end of sentence alone. A blank source never reaches the model, and its "
+        "translation is blank: log-probability 0 for a blank target, -inf for any other. A target of more tokens than "
+        "the tokenizer's model_max_length gets nan, with a warning; a source is cut there, as in translate. Objects "
+        "of jsonl: source, target, log_probability, length (tokens, end of sentence counted), score (log-probability "
+        "divided by the length penalty) and, on request, tokens and token_log_probabilities; null for -inf and nan.",
+    )
+    _add_model_arguments(parser, searches=False)
+    for side in ("source", "target"):
+        parser.add_argument(
+            f"--{side}",
+            required=True,
+            type=input_file,
+            metavar="F",
+            default=argparse.SUPPRESS,
+            help=f"{side} text, .gz by name; - is standard input",
+        )
+    parser.add_argument(
+        "--output",
+        type=output_file,
+        metavar="F",
+        default="-",
+        help="written whole or not at all, .gz by name; - is standard output",
+    )
+    _add_format_arguments(parser, "one number a line")
+    parser.add_argument(
+        "--normalized", action="store_true", help="as text, write the score in place of the log-probability"
+    )
+    parser.add_argument(
+        "--length_penalty",
+        type=finite_number,
+        metavar="P",
+        default=argparse.SUPPRESS,
+        help="exponent of the length penalty in the score (default: the model's own)",
+    )
+    return parser
+
+
+def average_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer average`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} average",
+        description="Averages the weights of the last checkpoints of a run, or of those named, into one model "
+        "(Vaswani et al. 2017, section 6.1: the last 5 for base, 20 for big, written every 10 minutes).",
+        epilog="train keeps the best and the last checkpoint unless told otherwise, for instance: --save_strategy "
+        "steps --save_steps 500 --save_total_limit 5.",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--run", type=existing_folder, metavar="RUN_DIR", help="the --output_dir of train")
+    which.add_argument(
+        "--checkpoints",
+        type=existing_folder,
+        nargs="+",
+        metavar="C",
+        help="folders to average",
+    )
+    parser.add_argument(
+        "--last",
+        type=whole_number,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="how many checkpoints of the run (default: 5)",
+    )
+    parser.add_argument(
+        "--interval_minutes",
+        type=finite_number,
+        metavar="M",
+        default=argparse.SUPPRESS,
+        help="leave out, from the newest back, what was written less than M minutes before the one taken last",
+    )
+    parser.add_argument(
+        "--output_dir",
+        required=True,
+        type=output_folder,
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="folder of the averaged model, new or empty; appears whole or not at all",
+    )
+    return parser
+
+
 # The verbs whose arguments can be checked without importing the package.
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "demo": demo_parser,
     "translate": translate_parser,
     "evaluate": evaluate_parser,
+    "score": score_parser,
+    "average": average_parser,
     "push": push_parser,
 }
 
