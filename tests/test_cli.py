@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,9 @@ import pytest
 
 import vanilla_transformer_cli as cli
 from conftest import TINY_CORPUS
+from small_models import reference_sentence
 from translators import CopyModel, varied_model
+from vanilla_transformer import translation
 from vanilla_transformer.commands import evaluate, translate
 from vanilla_transformer.evaluation import corpus_scores, perplexity
 from vanilla_transformer.tokenization import train_tokenizer
@@ -217,6 +220,179 @@ def test_what_decoding_is_told_arrives(capsys, folder, tiny_tokenizer, source):
     assert (code, out.split("\n")) == (0, [*lines, ""])
 
 
+def test_json_lines_say_every_number_of_every_hypothesis(capsys, folder, tiny_tokenizer, source):
+    model = varied_model(tiny_tokenizer)
+    flags = ["--model", folder, "--input", source, "--num_beams", "3", "--output_format", "jsonl"]
+    code, out, err = run(capsys, "translate", *flags, "--n_best", "2", "--token_probabilities", "--window", "2")
+    assert (code, err) == (0, "")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["source"] for record in records] == SOURCES
+    assert records[2]["hypotheses"] == [
+        {"text": "", "log_probability": 0, "length": 0, "score": 0, "tokens": [], "token_log_probabilities": []}
+    ]
+    for line, record in zip(SOURCES, records, strict=True):
+        if not line:
+            continue
+        assert len(record["hypotheses"]) == 2
+        sentence = reference_sentence(model, tiny_tokenizer(line)["input_ids"])
+        for each in record["hypotheses"]:
+            ids = tiny_tokenizer.convert_tokens_to_ids(each["tokens"])
+            assert each["text"] == tiny_tokenizer.decode(ids, skip_special_tokens=True)
+            assert each["length"] == len(ids) == len(each["token_log_probabilities"])
+            assert each["log_probability"] == pytest.approx(sentence.log_prob(ids), abs=1e-4)
+            assert each["log_probability"] == pytest.approx(sum(each["token_log_probabilities"]), abs=1e-6)
+            assert each["score"] == pytest.approx(each["log_probability"] / ((5 + len(ids)) / 6) ** 0.6, abs=1e-5)
+        scores = [each["score"] for each in record["hypotheses"]]
+        assert scores == sorted(scores, reverse=True)
+
+    code, out, _ = run(capsys, "translate", *flags)
+    assert code == 0
+    plain = [json.loads(line)["hypotheses"] for line in out.splitlines()]
+    assert [each[0]["text"] for each in plain] == [record["hypotheses"][0]["text"] for record in records]
+    assert all(set(each[0]) == {"text", "log_probability", "length", "score"} and len(each) == 1 for each in plain)
+
+
+def test_json_lines_are_one_line_each_whatever_the_text(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_text('say "a\\b"\tc\u2028d\x0ce\n', encoding="utf-8")
+    tokenizer = train_tokenizer(["a b c"], 259)
+    model = CopyModel(tokenizer)
+    monkeypatch.setattr(translate, "load_translator", lambda *_, **__: (model, tokenizer))
+    best = translation.Hypothesis("x\u2028y", -math.inf, [5], [-math.inf])
+    monkeypatch.setattr(translate, "translate_lines", lambda model, tokenizer, lines, **_: ([best] for _ in lines))
+    code, out, _ = run(capsys, "translate", "--model", "a/b", "--input", str(path), "--output_format", "jsonl")
+    assert (code, out.count("\n")) == (0, 1)
+    record = json.loads(out, parse_constant=pytest.fail)
+    assert record["source"] == 'say "a\\b"\tc\u2028d\x0ce'
+    expected = {"text": "x\u2028y", "log_probability": None, "length": 1, "score": None}
+    assert record["hypotheses"] == [expected]
+
+
+# --- score ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def target(tmp_path) -> str:
+    path = tmp_path / "target.txt"
+    path.write_text("".join(line + "\n" for line in TARGETS))
+    return str(path)
+
+
+def test_score_writes_the_log_probability_of_each_line(capsys, folder, tiny_tokenizer, source, target, tmp_path):
+    model = varied_model(tiny_tokenizer)
+    ids = [tiny_tokenizer(line)["input_ids"] for line in TARGETS]
+    expected = [
+        reference_sentence(model, tiny_tokenizer(line)["input_ids"]).log_prob(row) if line else 0.0
+        for line, row in zip(SOURCES, ids, strict=True)
+    ]
+    flags = ["score", "--model", folder, "--source", source, "--target", target]
+    code, out, err = run(capsys, *flags)
+    assert (code, err) == (0, "")
+    # The rigged bias makes some of these tokens all but impossible: a sum of tens of thousands.
+    assert [float(line) for line in out.splitlines()] == pytest.approx(expected, rel=1e-6, abs=1e-4)
+
+    penalties = [((5 + len(row)) / 6) ** 0.6 for row in ids]
+    zipped = tmp_path / "scores.gz"
+    code, out, _ = run(capsys, *flags, "--normalized", "--output", str(zipped), "--tokens_per_batch", "40")
+    assert (code, out) == (0, "")
+    given = [float(line) for line in gzip.decompress(zipped.read_bytes()).splitlines()]
+    assert given == pytest.approx([a / b for a, b in zip(expected, penalties, strict=True)], rel=1e-6, abs=1e-4)
+    code, out, _ = run(capsys, *flags, "--normalized", "--length_penalty", "0")
+    assert [float(line) for line in out.splitlines()] == pytest.approx(expected, rel=1e-6, abs=1e-4)
+
+    code, out, _ = run(capsys, *flags, "--output_format", "jsonl", "--token_probabilities")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [(record["source"], record["target"]) for record in records] == list(zip(SOURCES, TARGETS, strict=True))
+    assert [record["log_probability"] for record in records] == pytest.approx(expected, rel=1e-6, abs=1e-4)
+    for row, record, penalty in zip(ids, records, penalties, strict=True):
+        row = row if record["source"] else []
+        assert record["tokens"] == tiny_tokenizer.convert_ids_to_tokens(row)
+        assert record["length"] == len(row)
+        assert sum(record["token_log_probabilities"]) == pytest.approx(record["log_probability"])
+        assert record["score"] == pytest.approx(record["log_probability"] / penalty)
+
+
+def test_score_agrees_with_translate(capsys, source, tmp_path):
+    tokenizer = train_tokenizer(["a b c"], 259)  # bytes alone, so that a text has only one division into tokens
+    model = varied_model(tokenizer, seed=6)
+    model.generation_config.max_new_tokens_over_source = 8
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    flags = ["--model", str(tmp_path / "model"), "--output_format", "jsonl", "--token_probabilities"]
+    _, out, _ = run(capsys, "translate", *flags, "--input", source)
+    translated = [json.loads(line)["hypotheses"][0] for line in out.splitlines()]
+    target = tmp_path / "translated.txt"
+    target.write_text("".join(each["text"] + "\n" for each in translated))
+    _, out, _ = run(capsys, "score", *flags, "--source", source, "--target", str(target))
+    whole = 0
+    for own, forced in zip(translated, map(json.loads, out.splitlines()), strict=True):
+        length = own["length"]
+        assert forced["tokens"][:length] == own["tokens"]
+        assert forced["token_log_probabilities"][:length] == pytest.approx(own["token_log_probabilities"], abs=1e-5)
+        if own["tokens"][-1:] in ([], ["</s>"]):  # else the length limit came first
+            assert forced["log_probability"] == pytest.approx(own["log_probability"], abs=1e-5)
+            assert forced["score"] == pytest.approx(own["score"], abs=1e-5)
+            whole += 1
+    assert whole >= 2
+
+
+def test_score_reads_one_side_from_standard_input(capsys, monkeypatch, folder, source, target):
+    _, expected, _ = run(capsys, "score", "--model", folder, "--source", source, "--target", target)
+    for side, path, other in (("--target", source, "--source"), ("--source", target, "--target")):
+        text = Path(target if side == "--target" else source).read_bytes()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        assert run(capsys, "score", "--model", folder, other, path, side, "-")[:2] == (0, expected)
+
+
+def test_score_writes_numbers_where_no_pass_is_made(capsys, folder, tmp_path):
+    source, target = tmp_path / "s", tmp_path / "t"
+    source.write_text("\na dog\n\n")
+    target.write_text("ein Hund\n" + "x" * 5000 + "\n\n")
+    flags = ["score", "--model", folder, "--source", str(source), "--target", str(target)]
+    code, out, err = run(capsys, *flags)
+    assert (code, out) == (0, "-inf\nnan\n0.000000\n")
+    assert f"{target}, line 2: 5001 tokens are more than the 1024" in err
+    _, out, _ = run(capsys, *flags, "--output_format", "jsonl")
+    records = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+    assert [record["log_probability"] for record in records] == [None, None, 0]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--source", "{}/s", "--target", "{}/long"], "{}/s has 2 lines and {}/long has 3"),
+        (["--source", "{}/long", "--target", "{}/s"], "{}/long has 3 lines and {}/s has 2"),
+        (["--source", "-", "--target", "-"], "only one of --source and --target can be standard input"),
+        (["--source", "{}/s", "--target", "{}/t", "--output", "{}/t"], "must name different files"),
+        (["--source", "{}/s", "--target", "{}/t", "--token_probabilities"], "needs --output_format jsonl"),
+        (["--source", "{}/s", "--target", "{}/t", "--output_format", "jsonl", "--normalized"], "jsonl has both"),
+        (["--source", "{}/s"], "required: --target"),
+        (["--source", "{}/s", "--target", "{}/t", "--num_beams", "2"], "unrecognized arguments: --num_beams 2"),
+        (["--source", "{}/s", "--target", "{}/latin1"], "{}/latin1, line 2: expected UTF-8"),
+    ],
+)
+def test_a_mistake_in_score_is_one_line(capsys, tmp_path, flags, message):
+    for name, text in {"s": b"a\nb\n", "t": b"c\nd\n", "long": b"c\nd\ne", "latin1": b"c\n\xef\n"}.items():
+        (tmp_path / name).write_bytes(text)
+    before = sorted(os.listdir(tmp_path))
+    arguments = [flag.format(tmp_path) for flag in flags]
+    code, out, err = run(capsys, "score", "--model", "a/b", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message.replace("{}", str(tmp_path)) in err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_score_leaves_a_good_output_where_standard_input_ends_early(capsys, monkeypatch, folder, source, tmp_path):
+    output = tmp_path / "scores"
+    output.write_text("good")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\n")))
+    flags = ["--model", folder, "--source", source, "--target", "-", "--output", str(output)]
+    code, out, err = run(capsys, "score", *flags)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{source} has 5 lines and standard input has 1" in err
+    assert output.read_text() == "good"
+
+
 # --- evaluate ------------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +553,8 @@ def test_a_bad_model_is_one_line_and_the_output_stays(capsys, folder, source, tm
     [
         (["--n_best", "9"], "--n_best 9 needs as many beams, but there are 4; add --num_beams 9"),
         (["--device", "cuda:77"], "device 'cuda:77' cannot be used here"),
+        (["--num_beams", "100000"], "num_beams must be at most the vocabulary's"),
+        (["--token_probabilities"], "--token_probabilities needs --output_format jsonl"),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(capsys, folder, source, flags, message):

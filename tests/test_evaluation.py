@@ -1,4 +1,7 @@
-"""BLEU, chrF and perplexity: equal to the sacrebleu command, and to the mean of log-probabilities read off by hand."""
+"""BLEU, chrF and perplexity: equal to the sacrebleu command, and to the mean of log-probabilities read off by hand.
+
+Scores of given pairs: equal to the loops of the reference in float64, and to what `generate()` says of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ from torch.nn.functional import log_softmax
 from transformers import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from conftest import TINY_CORPUS
+from small_models import reference_sentence
 from translators import CopyModel, varied_marian, varied_model
 from vanilla_transformer.data import TranslationCollator
 from vanilla_transformer.evaluation import (
+    PairScore,
     compute_metrics_for,
     corpus_scores,
     perplexity,
+    score_pairs,
     translation_metric,
     translation_metric_class,
 )
@@ -208,10 +214,7 @@ def log_probs_by_hand(model, tokenizer, source: str, target: str) -> list[float]
 @pytest.mark.parametrize("make", [varied_model, varied_marian])
 @pytest.mark.parametrize("tokens_per_batch", [4096, 60, 1])
 def test_perplexity_is_over_all_target_tokens_whatever_the_batches(tiny_tokenizer, make, tokens_per_batch):
-    model = make(tiny_tokenizer)
-    with torch.no_grad():  # the bias of these models makes most tokens all but impossible
-        for name in ("final_logits_bias", "lm_head.bias"):
-            {**dict(model.named_parameters()), **dict(model.named_buffers())}.get(name, torch.zeros(1)).zero_()
+    model = unbiased(make(tiny_tokenizer))
     sources, targets = (list(side) for side in zip(*TINY_CORPUS, strict=True))
     log_probs = [
         value
@@ -396,3 +399,133 @@ def test_the_evaluator_scores_the_translations_of_each_line_alone(evaluate, tiny
         command = sacrebleu_command(tmp_path, texts, references)
         assert command["chrf"]["score"] > 1
         assert_scores_of_the_command(result, command)
+
+
+# --- Scores of given pairs -----------------------------------------------------------------------------------------
+
+PAIRS = [(source[: 5 + 3 * number], target[: 20 - 2 * number]) for number, (source, target) in enumerate(TINY_CORPUS)]
+
+
+def sides(pairs) -> list[list[str]]:
+    return [list(side) for side in zip(*pairs, strict=True)]
+
+
+def unbiased(model):
+    """The model without the bias that makes most tokens all but impossible."""
+    with torch.no_grad():
+        for name in ("final_logits_bias", "lm_head.bias"):
+            {**dict(model.named_parameters()), **dict(model.named_buffers())}.get(name, torch.zeros(1)).zero_()
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_per_batch": 60}, {"tokens_per_batch": 1}, {"window": 3}], ids=str)
+def test_scores_of_pairs_equal_the_loops_of_the_reference(tiny_tokenizer, options):
+    model = unbiased(varied_model(tiny_tokenizer))
+    scores = list(score_pairs(model, tiny_tokenizer, *sides(PAIRS), **options))
+    assert len(scores) == len(PAIRS)
+    for (source, target), score in zip(PAIRS, scores, strict=True):
+        ids = tiny_tokenizer(target)["input_ids"]
+        sentence = reference_sentence(model, tiny_tokenizer(source)["input_ids"])
+        start = model.config.decoder_start_token_id
+        each = [sentence.next_log_probs([start, *ids[:place]])[token] for place, token in enumerate(ids)]
+        assert score.token_ids == ids
+        assert score.token_log_probs == pytest.approx(each, abs=1e-5)
+        assert score.log_prob == pytest.approx(math.fsum(each), abs=1e-4)
+    assert len({round(score.log_prob) for score in scores}) > 5
+
+
+def test_scores_of_pairs_of_another_family_equal_one_by_one_passes(tiny_tokenizer):
+    model = unbiased(varied_marian(tiny_tokenizer))
+    for (source, target), score in zip(PAIRS, score_pairs(model, tiny_tokenizer, *sides(PAIRS)), strict=True):
+        assert score.token_log_probs == pytest.approx(
+            log_probs_by_hand(model, tiny_tokenizer, source, target), abs=1e-5
+        )
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_what_generate_says_of_its_translations_is_their_score(num_beams):
+    tokenizer = train_tokenizer(["a b c"], 259)  # bytes alone, so that a text has only one division into tokens
+    model = varied_model(tokenizer, seed=6)
+    model.generation_config.max_new_tokens_over_source = 4
+    with torch.no_grad():
+        model.lm_head.bias[tokenizer.eos_token_id] += 0.5
+    sources = [source for source, _ in PAIRS]
+    best = [each for each, *_ in translate_lines(model, tokenizer, sources, scores=True, num_beams=num_beams)]
+    scores = list(score_pairs(model, tokenizer, sources, [each.text for each in best]))
+    ended = 0
+    for own, forced in zip(best, scores, strict=True):
+        length = len(own.token_ids)
+        assert forced.token_ids[:length] == own.token_ids
+        assert forced.token_log_probs[:length] == pytest.approx(own.token_log_probs, abs=1e-5)
+        if own.token_ids[-1] == tokenizer.eos_token_id:  # else the limit came first, and the text ends all the same
+            assert forced.log_prob == pytest.approx(own.log_prob, abs=1e-5)
+            ended += length > 1
+    assert ended >= 3
+
+
+def test_blank_sides_are_scored_by_definition(tiny_tokenizer):
+    model = varied_model(tiny_tokenizer)
+    pairs = [("a dog", ""), ("", ""), (" ", "ein Hund"), ("a dog", " \t"), ("\u3000", "\n"), ("a dog", "ein Hund")]
+    end, nothing, impossible, white, both, whole = score_pairs(model, tiny_tokenizer, *sides(pairs))
+    ids = tiny_tokenizer("a dog")["input_ids"]
+    expected = reference_sentence(model, ids).log_prob([tiny_tokenizer.eos_token_id])
+    assert end.token_ids == white.token_ids == [tiny_tokenizer.eos_token_id]
+    assert end.log_prob == white.log_prob == pytest.approx(expected, abs=1e-5)
+    assert nothing == both == PairScore([], [])
+    assert nothing.log_prob == 0.0
+    assert impossible.log_prob == -math.inf
+    assert impossible.token_ids == tiny_tokenizer("ein Hund")["input_ids"]
+    alone = next(score_pairs(model, tiny_tokenizer, ["a dog"], ["ein Hund"]))
+    assert whole.log_prob == pytest.approx(alone.log_prob, abs=1e-4)
+
+
+def test_an_overlong_target_is_not_scored_and_an_overlong_source_is_cut(caplog):
+    tokenizer = train_tokenizer(["a b c"], 259, model_max_length=8)
+    model = varied_model(tokenizer)
+    pairs = [("abc", "1234567"), ("abc", "12345678"), ("1234567890", "x"), ("", "12345678")]
+    fits, long, cut, blank = score_pairs(model, tokenizer, *sides(pairs), names=("text.en", "text.de"))
+    assert math.isfinite(fits.log_prob)
+    assert math.isnan(long.log_prob)
+    assert len(long.token_ids) == 9
+    assert blank.log_prob == -math.inf
+    assert cut == next(score_pairs(model, tokenizer, ["1234567"], ["x"]))
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert len(messages) == 2
+    assert "text.de, line 2: 9 tokens are more than the 8" in messages[0]
+    assert "text.en, line 3: cut from 11 to 8 tokens" in messages[1]
+
+
+def test_scoring_knows_no_dropout_leaves_the_mode_and_reads_a_window_at_a_time(tiny_tokenizer):
+    expected = next(score_pairs(varied_model(tiny_tokenizer), tiny_tokenizer, ["a dog"], ["ein Hund"]))
+    model = varied_model(tiny_tokenizer, dropout=0.5).train()
+    read = []
+
+    def endless():
+        while True:
+            read.append(len(read))
+            yield "a dog"
+
+    scores = score_pairs(model, tiny_tokenizer, endless(), iter(["ein Hund"] * 100), window=5)
+    assert next(scores).log_prob == pytest.approx(expected.log_prob, abs=1e-5)
+    assert model.training
+    for _ in range(4):
+        next(scores)
+    assert len(read) == 5
+
+
+@pytest.mark.parametrize(
+    "sources, targets, options, error, message",
+    [
+        (["a", "b"], ["c"], {}, ValueError, "source has 2 lines and target has 1"),
+        (["a"], ["c", "d", "e"], {"window": 1}, ValueError, "source has 1 lines and target has 3"),
+        (["a"], [], {}, ValueError, "source has 1 lines and target has 0"),
+        ("a", ["b"], {}, TypeError, "pass \\[text\\]"),
+        (["a"], "b", {}, TypeError, "pass \\[text\\]"),
+        (["a"], ["b"], {"tokens_per_batch": 0}, ValueError, "tokens_per_batch must be .* at least 1, got 0"),
+        (["a"], ["b"], {"window": True}, ValueError, "window must be .* at least 1, got True"),
+    ],
+)
+def test_pairs_that_cannot_be_scored_are_refused(tiny_tokenizer, sources, targets, options, error, message):
+    with pytest.raises(error, match=message):
+        list(score_pairs(varied_model(tiny_tokenizer), tiny_tokenizer, sources, targets, **options))
+    assert list(score_pairs(varied_model(tiny_tokenizer), tiny_tokenizer, [], [])) == []

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import log_softmax
 from transformers import BertConfig
 
+import reference
 from conftest import TINY_CORPUS
+from small_models import reference_sentence
 from translators import CopyModel, varied_marian, varied_model
 from vanilla_transformer import translation
 from vanilla_transformer.tokenization import train_tokenizer
@@ -253,6 +255,32 @@ def test_without_beams_a_given_length_penalty_still_normalises(tiny_tokenizer):
     assert best.score == pytest.approx(best.log_prob)
 
 
+def test_totals_are_those_of_the_reference_in_float64(tiny_tokenizer):
+    model = varied_model(tiny_tokenizer)
+    results = translate_lines(model, tiny_tokenizer, SOURCES, scores=True, num_beams=4, num_return_sequences=4)
+    for line, hypotheses in zip(SOURCES, results, strict=True):
+        sentence = reference_sentence(model, tiny_tokenizer(line)["input_ids"])
+        for hypothesis in hypotheses:
+            expected = sentence.log_prob(hypothesis.token_ids)
+            assert hypothesis.log_prob == pytest.approx(expected, abs=1e-4)
+            assert hypothesis.score == pytest.approx(expected / ((5 + len(hypothesis.token_ids)) / 6) ** 0.6, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind, power", [("gnmt", 0.6), ("hub", 1.0)])
+def test_the_best_translations_are_those_of_all_there_are(kind, power):
+    """Every text of at most two tokens, end of sentence counted, over the whole vocabulary of a tokenizer."""
+    tokenizer = train_tokenizer(["a b c"], 259)
+    model = varied_model(tokenizer)
+    penalty = reference.gnmt_penalty(power) if kind == "gnmt" else reference.power_penalty(power)
+    lines = ["one"]
+    settings = {"length_penalty": power, "length_penalty_type": kind, "max_new_tokens": 2, "scores": True}
+    results = translate_lines(model, tokenizer, lines, num_beams=259, num_return_sequences=6, **settings)
+    for line, hypotheses in zip(lines, results, strict=True):
+        expected = reference_sentence(model, tokenizer(line)["input_ids"]).all_hypotheses(2, penalty)[:6]
+        assert [tuple(each.token_ids) for each in hypotheses] == [ids for _, ids in expected]
+        assert [each.score for each in hypotheses] == pytest.approx([score for score, _ in expected], abs=1e-4)
+
+
 # --- Wrong arguments -----------------------------------------------------------------------------------------------
 
 
@@ -269,6 +297,7 @@ def test_half_of_a_surrogate_pair_is_refused_by_line_and_place(tiny_tokenizer):
         (["a", None], {}, TypeError, "input, line 2"),
         (["a"], {"tokens_per_batch": 0}, ValueError, "tokens_per_batch must be .* at least 1, got 0"),
         (["a"], {"window": 0}, ValueError, "window must be .* at least 1, got 0"),
+        (["a"], {"num_beams": 10**6}, ValueError, "num_beams must be at most the vocabulary's .* words, got 1000000"),
     ],
 )
 def test_wrong_arguments_are_named(tiny_tokenizer, lines, options, error, message):

@@ -1,4 +1,4 @@
-"""How good a translation model is: BLEU and chrF as sacreBLEU counts them, and perplexity.
+"""How good a translation model is: BLEU and chrF as sacreBLEU counts them, perplexity, and scores of given pairs.
 
 Texts are scored as they are, detokenised; no reference is ever tokenised to match. Source of the measures: Papineni
 et al. 2002 (BLEU), Popovic 2015 (chrF), Post 2018 (sacreBLEU); Vaswani et al. 2017 report BLEU and perplexity in
@@ -8,17 +8,29 @@ Table 3.
 import functools
 import logging
 import math
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from sacrebleu.metrics import BLEU, CHRF
 from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
-from vanilla_transformer.translation import encode_lines, evaluation_mode, length_batches, on_one_line, pad_rows
+from vanilla_transformer.translation import (
+    SCORES_PER_BATCH,
+    encode_lines,
+    evaluation_mode,
+    length_batches,
+    on_one_line,
+    pad_rows,
+    token_limit,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -300,18 +312,160 @@ def perplexity(
         tokenizer, [prefix + sources[index] for index in kept], numbers, name="source", warn=False
     )
     target_rows = encode_lines(tokenizer, [targets[index] for index in kept], numbers, name="target", target=True)
-    lengths = [(len(source), len(target)) for source, target in zip(source_rows, target_rows, strict=True)]
     total, tokens = 0.0, 0
-    with evaluation_mode(model), torch.no_grad():
-        for batch in length_batches(lengths, tokens_per_batch):
-            input_ids, mask = pad_rows([source_rows[index] for index in batch], tokenizer)
-            labels = torch.nn.utils.rnn.pad_sequence(
-                [torch.tensor(target_rows[index]) for index in batch], batch_first=True, padding_value=-100
-            ).to(model.device)
+    for _, log_probs in _forced_log_probs(model, tokenizer, source_rows, target_rows, tokens_per_batch):
+        total -= math.fsum(log_probs)
+        tokens += len(log_probs)
+    mean = total / tokens
+    return math.exp(mean) if mean < 700 else math.inf  # beyond, exp overflows
+
+
+@dataclass(frozen=True)
+class PairScore:
+    """How likely a model finds a given translation.
+
+    Attributes:
+        token_ids: Tokens of the target, end of sentence included; none where source and target are blank.
+        token_log_probs: Natural log-probability of each of `token_ids`, given the source and the tokens before it.
+    """
+
+    token_ids: list[int]
+    token_log_probs: list[float]
+
+    @property
+    def log_prob(self) -> float:
+        """Natural log-probability of the whole target: the sum of `token_log_probs`."""
+        return math.fsum(self.token_log_probs)
+
+
+def score_pairs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Iterable[str],
+    targets: Iterable[str],
+    *,
+    tokens_per_batch: int = 4096,
+    window: int = 10000,
+    progress: bool = False,
+    names: tuple[str, str] = ("source", "target"),
+) -> Iterator[PairScore]:
+    """Forced decoding: log-probabilities of given targets; item i of the result belongs to pair i.
+
+    `window` pairs are read, scored in batches of like length, and handed out in order before the next are read. The
+    model runs in evaluation mode and on its own device; its logits are taken as they are, without the processors that
+    `generate()` may add.
+
+    A blank target is the end of sentence alone. A blank source never reaches the model, since its translation is blank
+    by definition: a blank target then has no token and log-probability 0, and every token of another one has minus
+    infinity. A source above `tokenizer.model_max_length` tokens is cut there with a warning, as in `translate_lines`;
+    a target cannot be cut without being another one, and gets nan for each token, with a warning.
+
+    Args:
+        model: A sequence-to-sequence model.
+        tokenizer: Its tokenizer.
+        sources: Source lines; may be endless.
+        targets: The translation of each.
+        tokens_per_batch: Bound of rows x longest row, padding counted, for either side; a longer pair makes a batch
+            of its own. Batches become smaller where the memory of a large vocabulary demands it.
+        window: Pairs held and sorted by length together.
+        progress: Whether to show a progress bar on stderr.
+        names: What warnings and errors call the two sides, such as their file names.
+
+    Raises:
+        TypeError: `sources` or `targets` is one string.
+        ValueError: `tokens_per_batch` or `window` is below 1, or one side ends before the other.
+
+    Source: Vaswani et al. 2017, section 3 (the decoder's next-token probabilities), multiplied along the target.
+    """
+    if isinstance(sources, (str, bytes)) or isinstance(targets, (str, bytes)):
+        raise TypeError("sources and targets must be iterables of strings, got one string; pass [text] instead.")
+    for argument, value in (("tokens_per_batch", tokens_per_batch), ("window", window)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{argument} must be a whole number of at least 1, got {value!r}.")
+    return _score_windows(
+        model, tokenizer, _pairs_of(sources, targets, names), tokens_per_batch, window, progress, names
+    )
+
+
+def _pairs_of(
+    sources: Iterable[str], targets: Iterable[str], names: tuple[str, str]
+) -> Iterator[tuple[int, str, str]]:
+    """Pairs with their number, from 1; raises where one side ends first."""
+    pairs = zip_longest(sources, targets)
+    for number, (source, target) in enumerate(pairs, 1):
+        if source is None or target is None:
+            longer = number + sum(1 for _ in pairs)
+            counts = (number - 1, longer) if source is None else (longer, number - 1)
+            raise ValueError(
+                f"{names[0]} has {counts[0]} lines and {names[1]} has {counts[1]}; line i of the target must be the "
+                "translation of line i of the source."
+            )
+        yield number, source, target
+
+
+def _score_windows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Iterator[tuple[int, str, str]],
+    tokens_per_batch: int,
+    window: int,
+    progress: bool,
+    names: tuple[str, str],
+) -> Iterator[PairScore]:
+    prefix = getattr(model.config, "prefix", None) or ""
+    limit = token_limit(tokenizer)
+    with tqdm(unit=" lines", disable=not progress, file=sys.stderr) as bar:
+        while held := list(islice(pairs, window)):
+            numbers = [number for number, _, _ in held]
+            texts = [target if target.strip() else "" for _, _, target in held]
+            rows = encode_lines(tokenizer, texts, numbers, name=names[1], target=True, cut=False)
+            scores: list[PairScore | None] = [None] * len(held)
+            for index, (number, source, _) in enumerate(held):
+                row = rows[index]
+                if not source.strip():
+                    scores[index] = PairScore(row, [-math.inf] * len(row)) if texts[index] else PairScore([], [])
+                elif limit is not None and len(row) > limit:
+                    logger.warning(
+                        "%s, line %d: %d tokens are more than the %d of the tokenizer's model_max_length; not scored",
+                        names[1],
+                        number,
+                        len(row),
+                        limit,
+                    )
+                    scores[index] = PairScore(row, [math.nan] * len(row))
+            left = [index for index, score in enumerate(scores) if score is None]
+            bar.update(len(held) - len(left))
+            visible = [prefix + held[index][1] for index in left]
+            source_rows = encode_lines(tokenizer, visible, [numbers[index] for index in left], name=names[0])
+            target_rows = [rows[index] for index in left]
+            for place, log_probs in _forced_log_probs(model, tokenizer, source_rows, target_rows, tokens_per_batch):
+                scores[left[place]] = PairScore(target_rows[place], log_probs)
+                bar.update()
+            yield from (score for score in scores if score is not None)
+
+
+def _forced_log_probs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source_rows: Sequence[list[int]],
+    target_rows: Sequence[list[int]],
+    tokens_per_batch: int,
+) -> Iterator[tuple[int, list[float]]]:
+    """Index of each pair of rows, in no particular order, and the log-probability of each token of its target."""
+    most_logits = max(1, SCORES_PER_BATCH // model.config.vocab_size)
+    costs = [
+        (len(source), max(len(target), math.ceil(len(target) * tokens_per_batch / most_logits)))
+        for source, target in zip(source_rows, target_rows, strict=True)
+    ]
+    for batch in length_batches(costs, tokens_per_batch):
+        input_ids, mask = pad_rows([source_rows[index] for index in batch], tokenizer)
+        labels = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(target_rows[index]) for index in batch], batch_first=True, padding_value=-100
+        ).to(model.device)
+        # Entered anew for each batch: what happens between two of them is not ours.
+        with evaluation_mode(model), torch.no_grad():
             outputs = model(input_ids=input_ids.to(model.device), attention_mask=mask.to(model.device), labels=labels)
             # From the logits: a model's own loss may be smoothed, or a mean in half precision.
             losses = cross_entropy(outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-            total += losses.double().sum().item()
-            tokens += int(labels.ne(-100).sum())
-    mean = total / tokens
-    return math.exp(mean) if mean < 700 else math.inf  # beyond, exp overflows
+        for index, row in zip(batch, losses.view(labels.shape).neg().tolist(), strict=True):
+            yield index, row[: len(target_rows[index])]

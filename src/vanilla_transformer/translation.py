@@ -7,6 +7,7 @@ is `model.generate()` with the model's own settings.
 import contextlib
 import glob
 import gzip
+import json
 import logging
 import math
 import os
@@ -38,9 +39,9 @@ logger = logging.getLogger(__name__)
 # Above this a tokenizer's model_max_length means "not known" (transformers writes 10 ** 30).
 _NO_LENGTH_LIMIT = 10**9
 
-# With scores, generate() keeps the log-probabilities of the whole vocabulary at every step: at most about so many of
-# them.
-_SCORES_PER_BATCH = 2**27
+# With scores, generate() keeps the log-probabilities of the whole vocabulary at every step, and so does a forced pass:
+# at most about so many of them.
+SCORES_PER_BATCH = 2**27
 
 # A vocabulary is rounded up to a multiple at most; a greater difference is worth a word.
 _MOST_UNUSED_WORDS = 256
@@ -154,6 +155,11 @@ class _Decoder:
         self.num_sequences = int(self.setting("num_return_sequences") or 1)
         self.tokens_per_batch = tokens_per_batch
         self.rows_per_line = max(self.num_beams, self.num_sequences)
+        if self.num_beams > model.config.vocab_size:
+            raise ValueError(
+                f"num_beams must be at most the vocabulary's {model.config.vocab_size} words, got {self.num_beams}: "
+                "the first step has no more hypotheses than words."
+            )
         # As the pipeline has it: what models such as T5 want before every text.
         self.prefix = getattr(model.config, "prefix", None) or ""
         self.length_penalty = self.penalty_of_beams()
@@ -205,7 +211,7 @@ class _Decoder:
             cost = len(row) * self.rows_per_line
             if self.scores:
                 cells = self.rows_per_line * self.model.config.vocab_size * self.most_new_tokens(len(row))
-                cost = max(cost, math.ceil(cells * self.tokens_per_batch / _SCORES_PER_BATCH))
+                cost = max(cost, math.ceil(cells * self.tokens_per_batch / SCORES_PER_BATCH))
             costs.append((cost,))
         return length_batches(costs, self.tokens_per_batch)
 
@@ -274,9 +280,31 @@ class _Decoder:
 
     def penalty_of_beams(self) -> float:
         """The exponent that beams are, or would be, ranked with, so that scores with and without beams compare."""
-        penalty = self.setting("length_penalty")
-        penalty = 1.0 if penalty is None else penalty  # the default of transformers
-        return GNMTLengthPenalty(penalty) if self.setting("length_penalty_type") == "gnmt" else penalty
+        return ranking_penalty(self.setting("length_penalty"), self.setting("length_penalty_type"))
+
+
+def ranking_penalty(penalty: float | None, penalty_type: str | None) -> float:
+    """What the length is raised to in a hypothesis' score: log-probability / length ** ranking_penalty(...).
+
+    Args:
+        penalty: The setting `length_penalty`; None means 1, the default of transformers.
+        penalty_type: The setting `length_penalty_type`: "gnmt" makes that power ((5 + length) / 6) ** penalty.
+    """
+    penalty = 1.0 if penalty is None else penalty
+    return GNMTLengthPenalty(penalty) if penalty_type == "gnmt" else penalty
+
+
+def json_line(record: Any) -> str:
+    """A record as JSON on one line, without its end; null stands for infinite and undefined numbers."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [finite(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
 
 
 def on_one_line(text: str) -> str:
@@ -291,6 +319,7 @@ def encode_lines(
     *,
     name: str = "input",
     target: bool = False,
+    cut: bool = True,
     warn: bool = True,
 ) -> list[list[int]]:
     """Token ids of each line, at most `tokenizer.model_max_length` of them, end of sentence kept.
@@ -301,6 +330,7 @@ def encode_lines(
         numbers: The number of each line, for warnings.
         name: What the warnings call the input.
         target: Whether the lines are of the target language, for tokenizers that tell the two apart.
+        cut: Whether to cut longer lines; False leaves them as they are.
         warn: Whether to warn of lines that were cut.
 
     Raises:
@@ -318,8 +348,8 @@ def encode_lines(
             ) from None
     key = "text_target" if target else "text"
     rows = tokenizer(**{key: list(lines)}, truncation=False, padding=False, verbose=False)["input_ids"]
-    limit = tokenizer.model_max_length
-    if limit >= _NO_LENGTH_LIMIT:
+    limit = token_limit(tokenizer)
+    if limit is None or not cut:
         return rows
     for index, row in enumerate(rows):
         if len(row) > limit:
@@ -333,6 +363,11 @@ def encode_lines(
                 )
             rows[index] = tokenizer(**{key: lines[index]}, truncation=True, max_length=limit)["input_ids"]
     return rows
+
+
+def token_limit(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Most tokens of a line, end of sentence included; None where the tokenizer names no limit."""
+    return tokenizer.model_max_length if tokenizer.model_max_length < _NO_LENGTH_LIMIT else None
 
 
 def pad_rows(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import tee
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer.data import read_lines
-from vanilla_transformer.translation import Hypothesis, load_translator, open_output, translate_lines
+from vanilla_transformer.translation import Hypothesis, json_line, load_translator, open_output, translate_lines
 from vanilla_transformer_cli import translate_parser
 
 
@@ -17,15 +20,21 @@ def main(argv: list[str]) -> int:
     """Runs the command; see `vanilla-transformer translate --help`.
 
     Raises:
-        ValueError: More translations of a line are asked for than there are beams, or what `read_lines`,
-            `load_translator` and `translate_lines` raise.
+        ValueError: More translations of a line are asked for than there are beams, token probabilities as text, or
+            what `read_lines`, `load_translator` and `translate_lines` raise.
     """
     arguments = translate_parser().parse_args(argv)
     given = vars(arguments)
+    as_json = arguments.output_format == "jsonl"
+    if arguments.token_probabilities and not as_json:
+        raise ValueError("--token_probabilities needs --output_format jsonl; text has no column for them.")
     transformers_logging.disable_progress_bar()
     # Opened first: that the output cannot be written is known before any work.
     with open_output(arguments.output) as output:
         lines = read_lines(arguments.input)
+        sources: Iterator[str] = iter(())
+        if as_json:
+            lines, sources = tee(lines)  # which holds what is read and not yet answered
         model, tokenizer = load_translator(
             arguments.model,
             device=given.get("device"),
@@ -50,16 +59,38 @@ def main(argv: list[str]) -> int:
             window=window,
             progress=sys.stderr.isatty() and not at_terminal and not (arguments.output == "-" and sys.stdout.isatty()),
             name="standard input" if arguments.input == "-" else arguments.input,
-            scores=arguments.scores,
+            scores=arguments.scores or as_json,
             num_return_sequences=arguments.n_best,
             **settings,
         )
         for number, hypotheses in enumerate(translations, 1):
-            for line in formatted(number, hypotheses, arguments.n_best, arguments.scores):
-                output.write(line + "\n")
+            if as_json:
+                record = as_record(next(sources), hypotheses, tokenizer if arguments.token_probabilities else None)
+                output.write(json_line(record) + "\n")
+            else:
+                output.writelines(
+                    line + "\n" for line in formatted(number, hypotheses, arguments.n_best, arguments.scores)
+                )
             if number % window == 0:
                 output.flush()
     return 0
+
+
+def as_record(source: str, hypotheses: list[Hypothesis], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """What JSON lines say of one line of the input; with a tokenizer also of each token."""
+    records = []
+    for hypothesis in hypotheses:
+        record: dict[str, Any] = {
+            "text": hypothesis.text,
+            "log_probability": hypothesis.log_prob,
+            "length": len(hypothesis.token_ids),
+            "score": hypothesis.score,
+        }
+        if tokenizer is not None:
+            record["tokens"] = tokenizer.convert_ids_to_tokens(hypothesis.token_ids)
+            record["token_log_probabilities"] = hypothesis.token_log_probs
+        records.append(record)
+    return {"source": source, "hypotheses": records}
 
 
 def formatted(number: int, hypotheses: list[Hypothesis], n_best: int, scores: bool) -> Iterator[str]:
