@@ -6,12 +6,15 @@ code 2.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -36,6 +39,7 @@ LONGEST_MESSAGE = 800  # characters; some messages of transformers list every mo
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 EXIT_USER_ERROR = 2
+EXIT_SIGNAL = 128  # plus the signal's number
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -510,6 +514,44 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+class Terminated(BaseException):
+    """The process was told to end, by SIGTERM or since its terminal went away; `signal` is the signal's number."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.signal = number
+
+
+@contextlib.contextmanager
+def raising_when_terminated() -> Iterator[None]:
+    """Turns signals that would end the process on the spot into `Terminated`, so that temporary files are removed.
+
+    A second signal, and one in a process that was forked off, ends at once as ever; one that was being ignored, as
+    under nohup, still is.
+    """
+    owner = os.getpid()
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != owner:
+            os.kill(os.getpid(), number)
+        else:
+            raise Terminated(number)
+
+    changed = []
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, end)
+                changed.append(number)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def run(verb: str, argv: list[str]) -> int:
     """Runs one verb and turns its errors into one line and an exit code."""
     prog = f"{PROGRAM} {verb}"
@@ -519,8 +561,11 @@ def run(verb: str, argv: list[str]) -> int:
     handler.setFormatter(logging.Formatter(f"{prog}: %(levelname)s: %(message)s"))
     package_logger = logging.getLogger("vanilla_transformer")
     package_logger.addHandler(handler)
+    # A trainer waits for other processes where no handler runs; its half-written checkpoints are told apart anyway.
+    cleaning_up = contextlib.nullcontext() if verb == "train" else raising_when_terminated()
     try:
-        code = importlib.import_module(f"vanilla_transformer.commands.{verb}").main(argv)
+        with cleaning_up:
+            code = importlib.import_module(f"vanilla_transformer.commands.{verb}").main(argv)
         if sys.stdout is not None:
             sys.stdout.flush()
         return int(code or 0)
@@ -529,6 +574,10 @@ def run(verb: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"\n{prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Terminated as end:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"{prog}: terminated", file=sys.stderr)
+        return EXIT_SIGNAL + end.signal
     except Exception as error:
         message = users_mistake(error)
         if message is None or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
@@ -552,7 +601,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments after the program's name; None means those of the process.
 
     Returns:
-        The exit code: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 where nobody reads the output any more.
+        The exit code: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 where nobody reads the output any more, 143
+        after SIGTERM.
     """
     try:
         try:

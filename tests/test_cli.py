@@ -648,7 +648,10 @@ def test_a_reader_that_leaves_ends_the_command_quietly(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_one_line_and_leaves_no_half_output(folder, tmp_path):
+@pytest.mark.parametrize(
+    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_ctrl_c_is_one_line_and_leaves_no_half_output(folder, tmp_path, number, code, word):
     output = tmp_path / "out.txt"
     process = start("translate", "--model", folder, "--output", str(output), "--window", "1")
     process.stdin.write(b"a\n")
@@ -657,24 +660,73 @@ def test_ctrl_c_is_one_line_and_leaves_no_half_output(folder, tmp_path):
     while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.decode().strip() == "vanilla-transformer translate: interrupted"
+    assert process.returncode == code
+    assert err.decode().strip() == f"vanilla-transformer translate: {word}"
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_command_that_is_told_to_end_leaves_no_half_output(capsys, monkeypatch, source, tmp_path, number, code):
+    output = tmp_path / "out.txt"
+    output.write_text("good")
+    half = []
+
+    def write_and_be_killed(argv):
+        with translation.open_output(str(output)) as file:
+            file.write("half")
+            half.extend(name for name in os.listdir(tmp_path) if name.startswith("."))
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+
+    monkeypatch.setattr(translate, "main", write_and_be_killed)
+    before = signal.getsignal(number)
+    assert before == signal.SIG_DFL
+    result = run(capsys, "translate", "--model", "a/b", "--input", source, "--output", str(output))
+    assert result == (code, "", "vanilla-transformer translate: terminated\n")
+    assert len(half) == 1
+    assert output.read_text() == "good"
+    assert sorted(os.listdir(tmp_path)) == ["out.txt", "source.txt"]
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_process_forked_off_by_a_command_ends_at_once(capsys, monkeypatch, source):
+    """As the workers of a pool do, which end by SIGTERM; they must not take themselves for the command."""
+    ends = []
+
+    def fork_and_end(argv):
+        child = os.fork()
+        if child == 0:
+            try:
+                time.sleep(10)
+            finally:
+                os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        ends.append(os.waitpid(child, 0)[1])
+
+    monkeypatch.setattr(translate, "main", fork_and_end)
+    assert run(capsys, "translate", "--model", "a/b", "--input", source)[0] == 0
+    assert os.WIFSIGNALED(ends[0])
+    assert os.WTERMSIG(ends[0]) == signal.SIGTERM
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["translate", "evaluate"])
+@pytest.mark.parametrize("verb", ["translate", "evaluate", "score"])
 def test_the_commands_run_as_processes(folder, tmp_path, verb):
     source, target = tmp_path / "s", tmp_path / "t"
     source.write_text(TINY_CORPUS[1][0][:9] + "\n")
     target.write_text(TINY_CORPUS[1][1] + "\n")
-    files = {"translate": ["--input", source], "evaluate": ["--source", source, "--reference", target]}[verb]
+    files = {
+        "translate": ["--input", source],
+        "evaluate": ["--source", source, "--reference", target],
+        "score": ["--source", source, "--target", target],
+    }[verb]
     process = start(verb, "--model", folder, *map(str, files))
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, b"")
-    assert out.count(b"\n") == {"translate": 1, "evaluate": 6}[verb]
+    assert out.count(b"\n") == {"translate": 1, "evaluate": 6, "score": 1}[verb]
 
 
 @pytest.mark.parametrize("stream, arguments", [("stdin", ["--output", "out"]), ("stdout", ["--input", "in"])])
