@@ -173,6 +173,8 @@ def test_the_words_of_the_hub_name_the_same_fields():
         ({"label_smoothing": 1.1}, ["label_smoothing", "1.1"]),
         ({"label_smoothing": -0.1}, ["label_smoothing", "-0.1"]),
         ({"layer_norm_eps": -1e-5}, ["layer_norm_eps"]),
+        ({"layer_norm_eps": float("inf")}, ["layer_norm_eps", "inf"]),
+        ({"layer_norm_eps": float("nan")}, ["layer_norm_eps", "nan"]),
         ({"activation": "reluu"}, ["activation", "reluu", "relu"]),
         ({"position_embedding": "rotary"}, ["position_embedding", "rotary", "sinusoidal", "learned"]),
         ({"vocab_size": 2}, ["eos_token_id", "2"]),

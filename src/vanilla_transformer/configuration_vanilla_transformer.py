@@ -248,8 +248,8 @@ class VanillaTransformerConfig(PretrainedConfig):
         for name in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {name}={getattr(self, name)}.")
-        if self.layer_norm_eps <= 0:
-            raise ValueError(f"layer_norm_eps must be positive, got layer_norm_eps={self.layer_norm_eps}.")
+        if not 0 < self.layer_norm_eps < float("inf"):
+            raise ValueError(f"layer_norm_eps must be positive and finite, got layer_norm_eps={self.layer_norm_eps}.")
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation must be one of {', '.join(ACTIVATIONS)}, got activation={self.activation!r}."
