@@ -605,7 +605,14 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         Source: Vaswani et al. 2017, sections 3.4, 3.5 and 5.4.
         """
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+            try:
+                inputs_embeds = self.embed_tokens(input_ids)
+            except IndexError as error:  # on a CPU
+                ids = cast(torch.Tensor, input_ids)
+                raise ValueError(
+                    f"tokens must lie in [0, vocab_size={self.config.vocab_size}), got {ids.min()} to {ids.max()}; is "
+                    "the tokenizer that of the model?"
+                ) from error
         encodings = self.positions(positions.to(inputs_embeds.device), length)
         x = inputs_embeds * math.sqrt(self.config.d_model) + encodings.to(inputs_embeds.dtype)
         return dropout(x, self.config.dropout, self.training)
@@ -618,10 +625,45 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
 
 
 def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, prefix: str = "") -> None:
-    """Raises ValueError unless exactly one of the two is given."""
+    """Raises ValueError unless exactly one of the two is given, and has at least one row and one token."""
     if (input_ids is None) == (inputs_embeds is None):
         found = "neither" if input_ids is None else "both"
         raise ValueError(f"give either {prefix}input_ids or {prefix}inputs_embeds, got {found}.")
+    given = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+    is_ids = inputs_embeds is None
+    if given.ndim != (2 if is_ids else 3) or given.shape[0] == 0 or given.shape[1] == 0:
+        raise ValueError(
+            f"{prefix}{'input_ids' if is_ids else 'inputs_embeds'} must have the shape (batch, length"
+            f"{'' if is_ids else ', d_model'}) with at least one row and one token, got {tuple(given.shape)}."
+        )
+    if is_ids and given.is_floating_point():
+        raise ValueError(f"{prefix}input_ids must hold whole numbers, got {given.dtype}.")
+
+
+def check_mask(mask: torch.Tensor | None, rows: int, length: int, name: str) -> None:
+    """Raises ValueError where a mask has another shape than `(rows, length)`."""
+    if mask is not None and (mask.shape[0] != rows or mask.shape[1] != length):
+        raise ValueError(
+            f"{name} must have a number for each token of each row, cached ones included: ({rows}, {length}), got "
+            f"{tuple(mask.shape)}."
+        )
+
+
+def check_labels(labels: torch.Tensor, decoder_input_ids: torch.Tensor | None, vocab_size: int) -> None:
+    """Raises ValueError for labels of the wrong shape and, on a CPU, for labels that are no words.
+
+    On an accelerator the values are not looked at, for that would wait for it.
+    """
+    if labels.ndim != 2 or (decoder_input_ids is not None and labels.shape != decoder_input_ids.shape):
+        wanted = "(batch, target_length)" if decoder_input_ids is None else tuple(decoder_input_ids.shape)
+        raise ValueError(f"labels must have the shape {wanted}, got {tuple(labels.shape)}.")
+    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+        wrong = (labels >= vocab_size) | ((labels < 0) & (labels != -100))
+        if wrong.any():
+            raise ValueError(
+                f"labels must lie in [0, vocab_size={vocab_size}), or be -100 where there is none, got "
+                f"{labels[wrong][0].item()}."
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -663,11 +705,13 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
             `BaseModelOutput` with `last_hidden_state` of shape `(batch, source_length, d_model)`.
 
         Raises:
-            ValueError: Both or neither of `input_ids` and `inputs_embeds`, or a mask that is not two-dimensional.
+            ValueError: Both or neither of `input_ids` and `inputs_embeds`, no row or no token, a token outside the
+                vocabulary (on a CPU), or a mask of another shape.
         """
         check_one_input(input_ids, inputs_embeds)
         kept = kept_tokens(input_ids, attention_mask, self.config.pad_token_id)
-        length = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        rows, length = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        check_mask(kept, rows, length, "attention_mask")
         if kept is None:
             positions = torch.arange(length).unsqueeze(0)
         else:
@@ -728,7 +772,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             d_model)`.
 
         Raises:
-            ValueError: Both or neither of `input_ids` and `inputs_embeds`, or a mask that is not two-dimensional.
+            ValueError: Both or neither of `input_ids` and `inputs_embeds`, no row or no token, a token outside the
+                vocabulary (on a CPU), or a mask of another shape.
         """
         check_one_input(input_ids, inputs_embeds, "decoder_")
         if use_cache and cache is None:
@@ -747,6 +792,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             given_mask = attention_mask.to(inputs.device)  # generate() makes the causal mask itself for static caches
         else:
             kept = kept_tokens(None, attention_mask, None)
+            if static_length is None:
+                check_mask(kept, inputs.shape[0], past + length, "decoder_attention_mask")
 
         # Without padding a token's position is its index; with padding, the number of kept tokens before it.
         index = torch.arange(length, device=inputs.device) + past
@@ -770,6 +817,11 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
                 target_mask = target_mask & kept[:, None, None, :]
             target_mask = self.mask_for_layers(target_mask, x, **kwargs)
         source_kept = kept_tokens(None, encoder_attention_mask, None)
+        if encoder_hidden_states is not None:
+            rows, source_length = encoder_hidden_states.shape[:2]
+            check_mask(source_kept, rows, source_length, "the attention_mask of the encoder's output")
+            if rows != inputs.shape[0]:
+                raise ValueError(f"source and target must have equally many rows, got {rows} and {inputs.shape[0]}.")
         if static_source_length is not None and encoder_hidden_states is not None:
             # A static cache may have more slots than the source has tokens; nothing attends to the others.
             if source_kept is None:
@@ -1096,12 +1148,14 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
             unsmoothed.
 
         Raises:
-            ValueError: Neither labels nor an input of the decoder: source tokens never take its place.
+            ValueError: Neither labels nor an input of the decoder: source tokens never take its place. Inputs of
+                shapes that do not fit each other, or, on a CPU, labels that are no words.
 
         Source: Vaswani et al. 2017, sections 3.4 and 5.4.
         """
         if labels is not None:
             use_cache = False if cache is None else use_cache
+            check_labels(labels, decoder_input_ids, self.config.vocab_size)
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = cast(torch.LongTensor, self.prepare_decoder_input_ids_from_labels(labels))
         elif decoder_input_ids is None and decoder_inputs_embeds is None:
