@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import math
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 import reference
 from small_models import padded, reference_logits, reference_sentence, small_config, small_model, words
+from test_hub_code_travels import elsewhere
+from translators import varied_model
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data import TranslationCollator
 
 
 ATTENTIONS = ["eager", "sdpa"]
@@ -131,6 +145,70 @@ def test_the_defaults_that_seq2seq_trainer_writes_do_not_cut_translations_at_20_
     assert_decodes_as_the_paper(AutoModelForSeq2SeqLM.from_pretrained(tmp_path))
 
 
+def test_a_stock_trainer_that_predicts_with_generate_leaves_the_paper_s_settings(tmp_path):
+    model = small_model(encoder_layers=1, decoder_layers=1)
+    rows = [{"input_ids": source, "labels": source[::-1]} for source in SOURCES]
+    expected = [trimmed(model.generate(torch.tensor([source]))[0]) for source in SOURCES]
+    trainer = Seq2SeqTrainer(
+        model,
+        Seq2SeqTrainingArguments(
+            tmp_path / "run",
+            predict_with_generate=True,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=2,
+            max_steps=1,
+            learning_rate=0.0,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        data_collator=TranslationCollator(1),
+        train_dataset=rows,
+        eval_dataset=rows,
+    )
+    trainer.train()
+    predictions = torch.as_tensor(trainer.predict(rows).predictions).masked_fill_(
+        torch.as_tensor(trainer.predict(rows).predictions).eq(-100), 1
+    )
+    assert [trimmed(row) for row in predictions] == expected
+    assert_decodes_as_the_paper(trainer.model)
+    trainer.save_model(tmp_path / "saved")
+    assert_decodes_as_the_paper(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("json_file", ["kept", "deleted"])
+def test_decoding_defaults_survive_where_the_package_is_not_installed(json_file, tmp_path):
+    model = small_model()
+    model.save_pretrained(tmp_path / "model")
+    if json_file == "deleted":
+        (tmp_path / "model" / "generation_config.json").unlink()
+    source = torch.tensor([[5, 9, 2]])
+    expected = model.generate(source, return_dict_in_generate=True, output_scores=True, **NO_END)
+    printed = elsewhere(
+        tmp_path,
+        f"""
+        import json, torch
+        from transformers import AutoModelForSeq2SeqLM
+
+        folder = {str(tmp_path / "model")!r}
+        for _ in range(2):
+            model = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
+            folder = {str(tmp_path / "again")!r}
+            model.save_pretrained(folder)
+        output = model.generate(
+            torch.tensor([[5, 9, 2]]), suppress_tokens=[1, 2], return_dict_in_generate=True, output_scores=True
+        )
+        settings = {{name: getattr(model.generation_config, name, None) for name in {list(PAPER)}}}
+        print(json.dumps([settings, output.sequences.tolist(), output.sequences_scores.item()]))
+        """,
+    )
+    settings, ids, score = json.loads(printed.splitlines()[-1])
+    assert settings == PAPER
+    assert ids == expected.sequences.tolist()
+    assert score == pytest.approx(expected.sequences_scores.item(), abs=1e-5)
+
+
 def test_the_default_call_warns_of_nothing(caplog, recwarn):
     model = small_model()
     logging.enable_propagation()
@@ -202,6 +280,9 @@ def test_only_a_limit_in_the_call_replaces_the_one_over_the_source(num_beams):
     assert lengths(max_new_tokens_over_source=4) == [8, 12, 17]
     assert lengths(max_new_tokens_over_source=0) == [4, 8, 13]
     assert lengths(generation_config=GenerationConfig(max_new_tokens=3, num_beams=num_beams)) == [4, 4, 4]
+    for nothing in ({"max_new_tokens": 0}, {"max_length": 0}, {"max_length": 1}):  # no limit that means "none given"
+        with pytest.raises(ValueError, match=next(iter(nothing))):
+            lengths(**nothing)
 
 
 def test_a_translation_of_60_tokens_needs_no_length_argument(tmp_path):
@@ -270,6 +351,37 @@ def test_beam_search_wide_enough_equals_exhaustive_search(kind, power):
             assert given.item() == pytest.approx(score, abs=1e-5)
         winners.add(expected[0][1])
     assert len(winners) > 1
+
+
+@pytest.mark.parametrize("kind,power", [("gnmt", 0.6), ("hub", 1.0), ("hub", 0.3)])
+def test_n_best_lists_of_many_models_are_the_head_of_all_there_is(kind, power):
+    """The least number of beams that drops nothing, and more."""
+    penalty = reference.gnmt_penalty(power) if kind == "gnmt" else reference.power_penalty(power)
+    winners, lengths = set(), set()
+    for seed in range(100, 133):
+        model = tiny_vocabulary_model(seed, norm_first=seed % 2 == 0, tie_word_embeddings=seed % 3 > 0)
+        source = [[3, 2], [0, 3, 3, 2], [3, 0, 2]][seed % 3]
+        beams = (27, 40, 81)[seed % 3]
+        expected = reference_sentence(model, source).all_hypotheses(3, penalty)[:5]
+        output = model.generate(
+            torch.tensor([source]),
+            num_beams=beams,
+            num_return_sequences=5,
+            max_new_tokens=3,
+            length_penalty=power,
+            length_penalty_type=kind,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        assert output.sequences_scores.tolist() == pytest.approx([score for score, _ in expected], abs=1e-5)
+        log_probs = model.compute_transition_scores(output.sequences, output.scores, output.beam_indices)
+        for (score, ids), row, each in zip(expected, output.sequences.tolist(), log_probs, strict=True):
+            assert row[1 : 1 + len(ids)] == list(ids)
+            assert each.sum().item() == pytest.approx(score * penalty(len(ids)), abs=1e-5)
+        winners.add(expected[0][1])
+        lengths |= {len(ids) for _, ids in expected}
+    assert len(winners) > 5
+    assert lengths == {1, 2, 3}
 
 
 def test_the_paper_ranks_otherwise_than_the_hub_somewhere():
@@ -390,6 +502,241 @@ def test_a_static_cache_generates_the_same(num_beams):
         assert given == expected
 
 
+# constraints -----------------------------------------------------------------------------------------
+
+
+def various_model(seed: int):
+    """A model of five words whose best outputs differ from seed to seed, in length too."""
+    sizes = {"d_model": 8, "d_ff": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 5}
+    return small_model(seed=seed, std=0.6, norm_first=True, tie_word_embeddings=False, **sizes)
+
+
+def constrained(sentence, max_new_tokens: int, penalty, step, ends=lambda prefix: False):
+    """Every output that `step` allows with its score, best first: the oracle for constraints.
+
+    step(prefix, log_probs) gives what each word adds to the log-probability after a prefix (start token included),
+    minus infinity for what may not follow; ends(prefix) says where an output ends besides EOS and the limit.
+    """
+    finished = []
+
+    def extend(prefix: tuple[int, ...], total: float) -> None:
+        for word, each in enumerate(step(prefix, list(sentence.next_log_probs(prefix)))):
+            longer, sum_of_both = (*prefix, word), total + each
+            if each == -math.inf:
+                continue
+            if word == sentence.hyper.eos or len(longer) > max_new_tokens or ends(longer):
+                finished.append((sum_of_both / penalty(len(longer) - 1), longer[1:]))
+            else:
+                extend(longer, sum_of_both)
+
+    extend((sentence.hyper.bos,), 0.0)
+    return sorted(finished, reverse=True)
+
+
+def without(log_probs: list[float], banned) -> list[float]:
+    return [-math.inf if word in banned else each for word, each in enumerate(log_probs)]
+
+
+def only(log_probs: list[float], word: int) -> list[float]:
+    """What is forced costs nothing."""
+    return [0.0 if each == word else -math.inf for each in range(len(log_probs))]
+
+
+def no_bigram_twice(prefix, log_probs):
+    seen = set(itertools.pairwise(prefix))
+    return without(log_probs, [word for word in range(len(log_probs)) if (prefix[-1], word) in seen])
+
+
+def penalised(prefix, scores):
+    return [each * (1.7 if each < 0 else 1 / 1.7) if word in prefix else each for word, each in enumerate(scores)]
+
+
+LENGTH = 4  # generated tokens at most, so that the whole sequence has 5
+CONSTRAINTS = {
+    "min_new_tokens": ({"min_new_tokens": 3}, lambda prefix, each: without(each, [2] if len(prefix) - 1 < 3 else [])),
+    "min_length": ({"min_length": 3}, lambda prefix, each: without(each, [2] if len(prefix) < 3 else [])),
+    "no_repeat_ngram_size": ({"no_repeat_ngram_size": 2}, no_bigram_twice),
+    "suppress_tokens": ({"suppress_tokens": [3, 1]}, lambda prefix, each: without(each, [3, 1])),
+    "begin_suppress_tokens": (
+        {"begin_suppress_tokens": [2, 4]},
+        lambda prefix, each: without(each, [2, 4] if len(prefix) == 1 else []),
+    ),
+    "bad_words_ids": (
+        {"bad_words_ids": [[0], [3, 4]]},
+        lambda prefix, each: without(each, [0, 4] if prefix[-1] == 3 else [0]),
+    ),
+    "forced_bos_token_id": (
+        {"forced_bos_token_id": 4},
+        lambda prefix, each: only(each, 4) if len(prefix) == 1 else each,
+    ),
+    "forced_eos_token_id": (
+        {"forced_eos_token_id": 2},
+        lambda prefix, each: only(each, 2) if len(prefix) == LENGTH else each,
+    ),
+    "repetition_penalty": ({"repetition_penalty": 1.7}, penalised),
+    "renormalize_logits": (
+        {"suppress_tokens": [3], "renormalize_logits": True},
+        lambda prefix, each: reference.log_softmax(without(each, [3])),
+    ),
+    "several": (
+        {"min_new_tokens": 2, "no_repeat_ngram_size": 2, "suppress_tokens": [0], "forced_eos_token_id": 2},
+        lambda prefix, each: (
+            only(each, 2)
+            if len(prefix) == LENGTH
+            else without(no_bigram_twice(prefix, each), [0, 2] if len(prefix) - 1 < 2 else [0])
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints_hold_and_the_best_that_they_allow_is_found(name):
+    settings, step = CONSTRAINTS[name]
+    changed = 0
+    for seed in range(3, 9):
+        model = various_model(seed)
+        source = [3, 4, 0, 2]
+        sentence = reference_sentence(model, source)
+        kind, penalty = [("gnmt", reference.gnmt_penalty(0.6)), ("hub", reference.power_penalty(0.6))][seed % 2]
+        expected = constrained(sentence, LENGTH, penalty, step)
+        output = model.generate(
+            torch.tensor([source]),
+            num_beams=4**4,
+            num_return_sequences=3,
+            max_new_tokens=LENGTH,
+            length_penalty=0.6,
+            length_penalty_type=kind,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **settings,
+        )
+        for (score, ids), row, given in zip(
+            expected, output.sequences.tolist(), output.sequences_scores, strict=False
+        ):
+            assert row[1 : 1 + len(ids)] == list(ids)
+            assert given.item() == pytest.approx(score, abs=1e-5)
+        changed += expected[0][1] != constrained(sentence, LENGTH, penalty, lambda prefix, each: each)[0][1]
+    assert changed
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints_hold_in_a_greedy_search(name):
+    settings, step = CONSTRAINTS[name]
+    changed = 0
+    for seed in range(3, 15):
+        model = various_model(seed)
+        source = torch.tensor([[3, 4, 0, 2]])
+
+        def greedy(rule, model=model, source=source):
+            output = [0]
+            while len(output) <= LENGTH and output[-1:] != [2]:
+                # Logits, not log-probabilities: a repetition penalty is not the same for both.
+                scores = rule(tuple(output), reference_logits(model, source, torch.tensor([output]))[0, -1].tolist())
+                output.append(scores.index(max(scores)))
+            return output
+
+        expected = greedy(step)
+        given = model.generate(source, num_beams=1, max_new_tokens=LENGTH, **settings)[0].tolist()
+        assert given == expected
+        changed += expected != greedy(lambda prefix, each: each)
+    assert changed
+
+
+class EndsWith(StoppingCriteria):
+    """Ends a row once it ends with these tokens."""
+
+    def __init__(self, *tokens: int):
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -len(self.tokens) :] == self.tokens).all(dim=1)
+
+
+@pytest.mark.parametrize("tokens", [(3,), (4, 3), (0, 3)])
+def test_a_stopping_criterion_ends_hypotheses_of_a_beam_search(tokens):
+    stopped = 0
+    for seed in range(3, 9):
+        model = various_model(seed)
+        expected = constrained(
+            reference_sentence(model, [3, 4, 2]),
+            LENGTH,
+            reference.gnmt_penalty(0.6),
+            lambda prefix, each: each,
+            ends=lambda prefix: prefix[-len(tokens) :] == tokens,
+        )
+        output = model.generate(
+            torch.tensor([[3, 4, 2]]),
+            num_beams=4**4,
+            num_return_sequences=3,
+            max_new_tokens=LENGTH,
+            stopping_criteria=StoppingCriteriaList([EndsWith(*tokens)]),
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        for (score, ids), row, given in zip(
+            expected, output.sequences.tolist(), output.sequences_scores, strict=False
+        ):
+            assert row[1 : 1 + len(ids)] == list(ids)
+            assert given.item() == pytest.approx(score, abs=1e-5)
+            stopped += ids[-len(tokens) :] == tokens and len(ids) < LENGTH
+    assert stopped
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_stop_strings_end_a_translation(num_beams, tiny_tokenizer):
+    model = varied_model(tiny_tokenizer)
+    model.generation_config.max_new_tokens_over_source = 12
+    ids = tiny_tokenizer("The green bus", return_tensors="pt").input_ids
+    settings = {"num_beams": num_beams, "tokenizer": tiny_tokenizer, "suppress_tokens": [2]}
+    text = tiny_tokenizer.decode(model.generate(ids, **settings)[0], skip_special_tokens=True)
+    tried = 0
+    for stop in sorted({text[place : place + 2] for place in range(1, len(text) - 4)}):
+        row = model.generate(ids, stop_strings=[stop], **settings)[0].tolist()
+        given = tiny_tokenizer.decode(row, skip_special_tokens=True)
+        without_last = tiny_tokenizer.decode(row[: len(trimmed(torch.tensor(row))) - 1], skip_special_tokens=True)
+        if num_beams == 1 or stop in given:
+            assert stop in given
+            assert stop not in without_last
+            tried += 1
+        else:  # another hypothesis without it won
+            assert len(trimmed(torch.tensor(row))) == 1 + ids.shape[1] + 12
+        if num_beams == 1:
+            assert text.startswith(given)
+    assert tried > 3
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")  # of a short row alone
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"forced_eos_token_id": 2, "min_new_tokens": 20},
+        {"forced_eos_token_id": [2], "suppress_tokens": [10]},
+        {"forced_bos_token_id": 7},
+        {"min_new_tokens": 10},
+        {"min_length": 13, "no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.7, "bad_words_ids": [[5], [8, 9]]},
+        {"early_stopping": True, "renormalize_logits": True, "suppress_tokens": [6, 7]},
+    ],
+    ids=str,
+)
+def test_under_constraints_too_a_translation_does_not_depend_on_its_neighbours(settings, num_beams):
+    """Each row ends at a limit of its own, which constraints that look at the limit must know."""
+    model = translating_model()
+    model.generation_config.max_new_tokens_over_source = 3
+    sources = [*SOURCES, *words(4, 5).tolist()]
+    common = {**settings, "num_beams": num_beams, "num_return_sequences": 2 if num_beams > 1 else 1}
+    together, scores = translate(model, sources, side="left", **common)
+    returned = common["num_return_sequences"]
+    for row, source in enumerate(sources):
+        alone, expected = translate(model, [source], **common)
+        assert together[returned * row : returned * (row + 1)] == alone
+        if num_beams > 1:
+            torch.testing.assert_close(scores[2 * row : 2 * row + 2], expected, atol=1e-5, rtol=0)
+        if settings.get("forced_eos_token_id") == 2:
+            assert [(len(ids) - 1, ids[-1]) for ids in alone] == [(len(source) + 3, 2)] * returned
+
+
 # rows of a batch -------------------------------------------------------------------------------------
 
 
@@ -412,6 +759,58 @@ def test_a_translation_does_not_depend_on_padding_order_or_neighbours(attention,
             if num_beams > 1:
                 expected = torch.cat([alone[row][1] for row in order])
                 torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_no_way_of_computing_changes_a_translation_or_its_scores(num_beams):
+    """Attention implementation, cache, padding side, neighbours, and whether scores are asked for."""
+    common = {"num_beams": num_beams, "num_return_sequences": num_beams}
+    expected = []
+    model = translating_model("eager")
+    for source in SOURCES:
+        output = model.generate(
+            torch.tensor([source]), use_cache=False, return_dict_in_generate=True, output_scores=True, **common
+        )
+        log_probs = model.compute_transition_scores(
+            output.sequences, output.scores, getattr(output, "beam_indices", None), normalize_logits=num_beams == 1
+        )
+        sentence = reference_sentence(model, source)
+        for row, each in zip(output.sequences, log_probs, strict=True):
+            ids = trimmed(row)
+            forced = [sentence.next_log_probs(ids[:place])[ids[place]] for place in range(1, len(ids))]
+            assert each[: len(forced)].tolist() == pytest.approx(forced, abs=1e-4)
+            expected.append((ids, forced))
+    for attention, use_cache, side, order in itertools.product(
+        ATTENTIONS, (True, False), ("left", "right"), ([0, 1, 2], [2, 0])
+    ):
+        model = translating_model(attention)
+        ids, mask = padded([SOURCES[row] for row in order], side=side, width=14)
+        rows = [expected[num_beams * row + place] for row in order for place in range(num_beams)]
+        plain = model.generate(ids, attention_mask=mask, use_cache=use_cache, **common)
+        assert [trimmed(row) for row in plain] == [ids for ids, _ in rows]
+        output = model.generate(
+            ids, attention_mask=mask, use_cache=use_cache, return_dict_in_generate=True, output_scores=True, **common
+        )
+        assert torch.equal(output.sequences, plain)
+        log_probs = model.compute_transition_scores(
+            output.sequences, output.scores, getattr(output, "beam_indices", None), normalize_logits=num_beams == 1
+        )
+        for (_, forced), each in zip(rows, log_probs.tolist(), strict=True):
+            assert each[: len(forced)] == pytest.approx(forced, abs=1e-4)
+
+
+def test_a_batch_without_rows_or_tokens_is_refused():
+    model = small_model()
+    for ids in (words(0, 5), words(2, 0)):
+        for num_beams in (1, 4):
+            with pytest.raises(ValueError, match="row"):
+                model.generate(ids, num_beams=num_beams)
+
+
+def test_a_mask_of_another_length_is_refused_by_generate():
+    for length in (3, 7):
+        with pytest.raises(ValueError, match=rf"attention_mask must have .* \(2, 5\), got \(2, {length}\)"):
+            small_model().generate(words(2, 5), attention_mask=torch.ones(2, length, dtype=torch.long))
 
 
 def test_a_poisoned_padding_row_changes_no_translation():

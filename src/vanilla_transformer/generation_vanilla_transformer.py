@@ -9,7 +9,15 @@ from numbers import Integral
 from typing import Any, cast
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput, logging
 
@@ -59,6 +67,30 @@ class MaxNewTokensPerRow(StoppingCriteria):
         rows_per_source = input_ids.shape[0] // self.limits.shape[0]
         limits = self.limits.to(input_ids.device).repeat_interleave(rows_per_source)
         return cast(torch.BoolTensor, input_ids.shape[1] - self.prompt_length >= limits)
+
+
+class ForcedEndPerRow(LogitsProcessor):
+    """`forced_eos_token_id` where each row has a limit of its own: the last token of each row is that one.
+
+    The processor of transformers forces it at the limit of the longest row alone.
+
+    Args:
+        end_token_ids (`torch.LongTensor` of shape `(ends,)`): The tokens that may end a row.
+        limits, prompt_length: As in `MaxNewTokensPerRow`.
+    """
+
+    def __init__(self, end_token_ids: torch.Tensor, limits: torch.Tensor, prompt_length: int):
+        self.end_token_ids = end_token_ids
+        self.limits = limits
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        rows_per_source = input_ids.shape[0] // self.limits.shape[0]
+        limits = self.limits.to(scores.device).repeat_interleave(rows_per_source)
+        is_last = limits.eq(input_ids.shape[1] - self.prompt_length + 1)
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.end_token_ids.to(scores.device)] = 0.0
+        return cast(torch.FloatTensor, torch.where(is_last[:, None], forced, scores))
 
 
 def paper_generation_config(config: Any) -> GenerationConfig:
@@ -116,8 +148,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: An unknown `length_penalty_type`, a negative `max_new_tokens_over_source`, or fewer than 1 of
-                `num_beams`, `num_return_sequences`, `max_new_tokens` or `max_length`.
+            ValueError: An unknown `length_penalty_type`, a negative `max_new_tokens_over_source`, fewer than 1 of
+                `num_beams`, `num_return_sequences`, `max_new_tokens` or `max_length`, or no row at all.
         """
         given = generation_config if generation_config is not self.generation_config else None
         settings = copy.deepcopy(given)
@@ -164,6 +196,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             is_mapping = isinstance(outputs, ModelOutput)
             kwargs["encoder_outputs"] = copy.copy(outputs) if is_mapping else BaseModelOutput(*states[:3])
         source_lengths = self._prepare_source_mask(inputs, kwargs)
+        if source_lengths is not None and source_lengths.shape[0] == 0:
+            raise ValueError("there is nothing to generate from: the batch has no row.")
         given_limits = {
             name: getattr(given, name, None) if kwargs.get(name) is None else kwargs[name]
             for name in ("max_length", "max_new_tokens")
@@ -184,6 +218,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
                 stopping_criteria = StoppingCriteriaList(
                     [*(stopping_criteria or []), MaxNewTokensPerRow(limits, prompt_length)]
                 )
+                if (end := setting("forced_eos_token_id")) is not None:
+                    forced_end = ForcedEndPerRow(torch.as_tensor(end).reshape(-1), limits, prompt_length)
+                    logits_processor = LogitsProcessorList([*(logits_processor or []), forced_end])
 
         return super().generate(
             inputs,
@@ -201,6 +238,20 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
                 if hasattr(criterion, "max_position_embeddings"):
                     criterion.max_position_embeddings = None
         return criteria
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """The stock processors; the one that forces the last token is that of the rows, in the same place."""
+        processors = cast(Any, super())._get_logits_processor(*args, **kwargs)
+        per_row = next((each for each in processors if isinstance(each, ForcedEndPerRow)), None)
+        if per_row is None:
+            return processors
+        return LogitsProcessorList(
+            [
+                per_row if isinstance(each, ForcedEOSTokenLogitsProcessor) else each
+                for each in processors
+                if each is not per_row
+            ]
+        )
 
     def _prepare_source_mask(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Puts the mask that padding implies into `kwargs`; returns kept source tokens of each row, shape (batch,)."""
