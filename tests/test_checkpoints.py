@@ -223,7 +223,8 @@ def test_the_code_and_the_pipeline_come_along_and_the_trainers_state_does_not(tm
     for folder in folders:
         (folder / "training_args.bin").write_bytes(b"no pickle at all")
         (folder / "README.md").write_text("BLEU 99")
-        (folder / "all_results.json").write_text("{}")
+        for name in ("all_results.json", "training_run.json"):
+            (folder / name).write_text("{}")
         (folder / "global_step9").mkdir()
     average_checkpoints(folders, tmp_path / "mean")
     found = {path.name for path in (tmp_path / "mean").iterdir()}

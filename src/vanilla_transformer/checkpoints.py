@@ -61,7 +61,7 @@ _LEFT_BEHIND_ENDINGS = (
     ".index.json",
     "results.json",
 )
-_LEFT_BEHIND_NAMES = (TRAINER_STATE, "README.md", "latest")
+_LEFT_BEHIND_NAMES = (TRAINER_STATE, "training_run.json", "README.md", "latest")
 
 # Bytes of a number, by the name of its type in a file.
 SIZES = {
