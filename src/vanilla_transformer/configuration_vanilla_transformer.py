@@ -112,6 +112,15 @@ def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
     return {name: local(reference) for name, reference in auto_map.items()}
 
 
+def warn_of_moved_settings(moved: dict[str, Any]) -> None:
+    """Warns that settings of `generate()` are kept for the model that will be built."""
+    if moved:
+        logger.warning(
+            f"{', '.join(sorted(moved))}: settings of generate() do not belong to the model's configuration; they "
+            "were moved to the generation settings of the model built from it (model.generation_config)."
+        )
+
+
 def with_plain_errors(config_class: type) -> type:
     """Lets the constructor of a strict dataclass raise TypeError for a value of the wrong type, on one line."""
     construct = config_class.__init__  # type: ignore[misc]
@@ -213,19 +222,17 @@ class VanillaTransformerConfig(PretrainedConfig):
         moved = {name: kwargs.pop(name) for name in list(kwargs) if name in GENERATION_SETTING_NAMES}
         moved = {name: value for name, value in moved.items() if value is not None}
         self._moved_generation_settings = moved
+        self._generation_settings_of_file = {}
         self._extra_custom_pipelines = {}
         super().__post_init__(**kwargs)
-        if moved:
-            logger.warning(
-                f"{', '.join(sorted(moved))}: settings of generate() do not belong to the model's configuration; they "
-                "were moved to the generation settings of the model built from it (model.generation_config)."
-            )
+        warn_of_moved_settings(moved)
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.bos_token_id
         self.auto_map = {**AUTO_MAP, **without_repository(getattr(self, "auto_map", None) or {})}
-        self._validate()
+        self.check()
 
-    def _validate(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError for values that cannot be or do not fit together; a model calls it when it is built."""
         if not self.is_encoder_decoder:
             raise ValueError("is_encoder_decoder must be True, got False: the model has an encoder and a decoder.")
         for name in ("vocab_size", "d_model", "d_ff", "num_heads", "encoder_layers", "decoder_layers"):
@@ -265,6 +272,8 @@ class VanillaTransformerConfig(PretrainedConfig):
                 f"pad_token_id must differ from eos_token_id, got {self.pad_token_id} for both: an end of sentence "
                 "would be masked as padding; give the tokenizer a padding token of its own."
             )
+        if self.decoder_start_token_id is None:
+            raise ValueError("decoder_start_token_id must be given where bos_token_id is None, got None for both.")
         for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < self.vocab_size:
@@ -280,6 +289,14 @@ class VanillaTransformerConfig(PretrainedConfig):
                 f"set model.generation_config.{name} = {value!r} instead."
             )
         super().__setattr__(name, value)
+        if name in ("pad_token_id", "eos_token_id") and "_moved_generation_settings" in vars(self):
+            end_ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+            if self.pad_token_id in end_ids:  # not an error: the other of the two may be about to be set
+                logger.warning(
+                    f"pad_token_id and eos_token_id are both {self.pad_token_id} now: no model can be built so, and "
+                    "where no attention_mask is given, ends of sentences are masked as padding; choose another "
+                    "pad_token_id."
+                )
 
     @property
     def head_dimensions(self) -> tuple[int, int]:
@@ -312,12 +329,38 @@ class VanillaTransformerConfig(PretrainedConfig):
         object.__setattr__(self, "_extra_custom_pipelines", extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as JSON-ready values, `auto_map` and `custom_pipelines` included."""
+        """The configuration as JSON-ready values, `auto_map`, `custom_pipelines` and moved settings included."""
         output = super().to_dict()
-        output.pop("_moved_generation_settings", None)
+        for name in ("_generation_settings_of_file", "_moved_generation_settings"):
+            output.update(output.pop(name, None) or {})
         extra = output.pop("_extra_custom_pipelines", None) or {}
         output["custom_pipelines"] = copy.deepcopy({**CUSTOM_PIPELINES, **extra})
         return output
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """See `PretrainedConfig.from_dict`; settings of `generate()` in `kwargs` move like those of the constructor.
+
+        Those in `config_dict`, which is a file's content, move too, but yield to a generation_config.json.
+        """
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in GENERATION_SETTING_NAMES}
+        given = {name: value for name, value in given.items() if value is not None}
+        result = super().from_dict(config_dict, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        config._generation_settings_of_file = config._moved_generation_settings
+        config._moved_generation_settings = given
+        warn_of_moved_settings(given)
+        return result
+
+    def take_generation_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Hands over the moved settings (the constructor's, and those of a file), which are then no longer here."""
+        taken = self._moved_generation_settings, self._generation_settings_of_file
+        self.give_generation_settings(({}, {}))
+        return taken
+
+    def give_generation_settings(self, taken: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """Takes back what `take_generation_settings` gave."""
+        self._moved_generation_settings, self._generation_settings_of_file = taken
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "VanillaTransformerConfig":

@@ -5,6 +5,7 @@ Source: Vaswani et al. 2017, section 6.1; Wu et al. 2016, "Google's Neural Machi
 """
 
 import copy
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
 
 from .configuration_vanilla_transformer import PAPER_DECODING
 
@@ -34,6 +35,31 @@ def warn_of_missing_mask() -> None:
     logger.warning_once(
         "encoder_outputs were given without attention_mask: every encoder position is attended to, padding too; pass "
         "the attention_mask that the encoder saw."
+    )
+
+
+def as_model_output(encoder_outputs: Any) -> BaseModelOutput:
+    """The encoder's output in any form as a `BaseModelOutput`; one that is one already is returned itself.
+
+    Args:
+        encoder_outputs: A `ModelOutput`, a dictionary or a tuple that the encoder returned, or its
+            `last_hidden_state` alone, of shape `(batch, source_length, d_model)`.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if isinstance(encoder_outputs, BaseModelOutput):
+        return encoder_outputs
+    if isinstance(encoder_outputs, torch.Tensor):
+        return BaseModelOutput(last_hidden_state=cast(torch.FloatTensor, encoder_outputs))
+    if isinstance(encoder_outputs, Mapping) and encoder_outputs.get("last_hidden_state") is not None:
+        names = ("last_hidden_state", "hidden_states", "attentions")
+        return BaseModelOutput(**{name: encoder_outputs.get(name) for name in names})
+    if isinstance(encoder_outputs, (tuple, list)):
+        return BaseModelOutput(*encoder_outputs[:3])
+    raise TypeError(
+        "encoder_outputs must be what the encoder returned (a BaseModelOutput, a tuple, or a dictionary with "
+        f"last_hidden_state) or its last hidden state, a tensor; got {type(encoder_outputs).__name__}."
     )
 
 
@@ -101,6 +127,7 @@ def paper_generation_config(config: Any) -> GenerationConfig:
         "pad_token_id": config.pad_token_id,
         "eos_token_id": config.eos_token_id,
         "decoder_start_token_id": config.decoder_start_token_id,
+        **getattr(config, "_generation_settings_of_file", {}),
         **getattr(config, "_moved_generation_settings", {}),
     }
     if settings["num_beams"] == 1:
@@ -112,13 +139,17 @@ def paper_generation_config(config: Any) -> GenerationConfig:
 class VanillaTransformerGenerationMixin(GenerationMixin):
     """`generate()` with the paper's length penalty, its limit for each row, and the mask that padding implies.
 
-    Differs from the stock method in three points:
+    Differs from the stock method in these points:
 
     - `length_penalty_type` "gnmt" divides by ((5 + length) / 6) ** length_penalty, "hub" (or absent) by
       length ** length_penalty, length being the generated tokens, end of sentence included;
     - `max_new_tokens_over_source` n ends each row at its own kept source tokens + n generated tokens, end of sentence
       counted on both sides; only `max_length` or `max_new_tokens` given in the call replace it;
-    - without `attention_mask`, tokens equal to `pad_token_id` are masked.
+    - without `attention_mask`, tokens equal to `pad_token_id` are masked; without `decoder_attention_mask`, those
+      before the first word of a decoder prompt;
+    - each decoder prompt of a batch gets the start token if it lacks it, whatever the others have;
+    - the start token is that of training, `config.decoder_start_token_id`, unless the call gives another; special
+      tokens that the settings lack are those of the model's configuration.
 
     Source: Vaswani et al. 2017, section 6.1.
     """
@@ -149,7 +180,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
         Raises:
             ValueError: An unknown `length_penalty_type`, a negative `max_new_tokens_over_source`, fewer than 1 of
-                `num_beams`, `num_return_sequences`, `max_new_tokens` or `max_length`, or no row at all.
+                `num_beams`, `num_return_sequences`, `max_new_tokens` or `max_length`, a limit in the call beyond the
+                table of learned positions, or no row at all.
         """
         given = generation_config if generation_config is not self.generation_config else None
         settings = copy.deepcopy(given)
@@ -189,12 +221,26 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if penalty_type == "gnmt" and penalty is not None and (setting("num_beams") or 1) > 1:
             settle("length_penalty", GNMTLengthPenalty(penalty))
 
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if setting(name) is None and getattr(self.config, name) is not None:
+                settle(name, getattr(self.config, name))
+        start = kwargs.get("decoder_start_token_id")
+        start = getattr(given, "decoder_start_token_id", None) if start is None else start
+        if start is None:
+            start = self.config.decoder_start_token_id
+            other = getattr(self.generation_config, "decoder_start_token_id", None)
+            if other not in (None, start):
+                logger.warning_once(
+                    f"generation_config.decoder_start_token_id={other} is not the decoder_start_token_id={start} of "
+                    "the configuration, which the model is trained with and which counts here; change it there, or "
+                    "give decoder_start_token_id in the call."
+                )
+        settle("decoder_start_token_id", start)
+        self._prepare_decoder_prompts(kwargs, start)
+
         if kwargs.get("encoder_outputs") is not None:
             # A copy of its own: generate() repeats the states for the beams in the object that it is given.
-            outputs = kwargs["encoder_outputs"]
-            states = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-            is_mapping = isinstance(outputs, ModelOutput)
-            kwargs["encoder_outputs"] = copy.copy(outputs) if is_mapping else BaseModelOutput(*states[:3])
+            kwargs["encoder_outputs"] = copy.copy(as_model_output(kwargs["encoder_outputs"]))
         source_lengths = self._prepare_source_mask(inputs, kwargs)
         if source_lengths is not None and source_lengths.shape[0] == 0:
             raise ValueError("there is nothing to generate from: the batch has no row.")
@@ -202,16 +248,27 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             name: getattr(given, name, None) if kwargs.get(name) is None else kwargs[name]
             for name in ("max_length", "max_new_tokens")
         }
+        prompt = kwargs.get("decoder_input_ids")
+        prompt_length = 1 if prompt is None else prompt.shape[1]
+        # The last token generated needs no position.
+        is_learned = self.config.position_embedding == "learned"
+        most_new_tokens = self.config.max_position_embeddings - prompt_length + 1 if is_learned else None
         if any(limit is not None for limit in given_limits.values()):
+            wanted = given_limits["max_new_tokens"] or (given_limits["max_length"] or 0) - prompt_length
+            if most_new_tokens is not None and wanted > most_new_tokens:
+                raise ValueError(
+                    f"learned positions end at max_position_embeddings={self.config.max_position_embeddings}: after "
+                    f"{prompt_length} decoder tokens at most {most_new_tokens} can be generated, got a limit of "
+                    f"{wanted}; lower max_new_tokens or max_length."
+                )
             # What the model's own settings say of the length does not count beside what the call says.
             for name, limit in given_limits.items():
                 settle(name, limit)
         elif over_source is not None and source_lengths is not None:
             limits = source_lengths + over_source
             # The longest row's limit bounds the call; each row's own limit is a criterion of its own.
-            prompt_length = self._decoder_prompt_length(kwargs, setting("decoder_start_token_id"))
-            if self.config.position_embedding == "learned":  # the last token generated needs no position
-                limits = limits.clamp(max=max(1, self.config.max_position_embeddings - prompt_length + 1))
+            if most_new_tokens is not None:
+                limits = limits.clamp(max=max(1, most_new_tokens))
             settle("max_length", prompt_length + int(limits.max()))
             settle("max_new_tokens", None)
             if int(limits.min()) < int(limits.max()):
@@ -270,22 +327,64 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             return None
         return torch.full((states.shape[0],), states.shape[1], dtype=torch.long, device=states.device)
 
-    def _decoder_prompt_length(self, kwargs: dict[str, Any], start_token_id: Any) -> int:
-        """Tokens that the decoder starts from; `generate()` prepends the start token where no row begins with it."""
+    def _prepare_decoder_prompts(self, kwargs: dict[str, Any], start_token_id: Any) -> None:
+        """Makes each row of `decoder_input_ids` begin with the start token, as it would alone.
+
+        The stock method looks at the first column of all rows together, padding or not. Here the first token that a
+        row's mask keeps decides; where no mask is given, padding before the first word is not kept.
+        """
         prompt = kwargs.get("decoder_input_ids")
-        if prompt is None:
-            return 1
-        starts = torch.as_tensor(start_token_id, device=prompt.device).reshape(-1)
-        return prompt.shape[1] + int(bool((prompt[:, 0] != starts).all()))
+        if prompt is None or kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None:
+            return
+        starts = torch.as_tensor(start_token_id, device=prompt.device).reshape(-1, 1)
+        mask = kwargs.get("decoder_attention_mask")
+        if mask is None and not bool((starts == self.config.pad_token_id).any()):
+            mask = prompt.ne(self.config.pad_token_id).long().cummax(dim=-1).values
+            if bool(mask.all()):
+                mask = None
+        first = torch.zeros_like(prompt[:, :1]) if mask is None else (mask != 0).long().argmax(dim=-1, keepdim=True)
+        lacking = prompt.gather(1, first) != starts
+        if bool(lacking.any()):
+            if mask is None and not bool(lacking.all()):
+                mask = torch.ones_like(prompt)
+            column = torch.where(lacking, starts, self.config.pad_token_id)
+            prompt = torch.cat([column, prompt], dim=1)
+            if mask is not None:
+                mask = torch.cat([lacking.to(mask.dtype), mask], dim=1)
+        kwargs["decoder_input_ids"] = prompt
+        if mask is not None:
+            kwargs["decoder_attention_mask"] = mask
+
+    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock method, but prompts that `_prepare_decoder_prompts` completed are left as they are."""
+        prompt = (kwargs.get("model_kwargs") or {}).get("decoder_input_ids")
+        mask = (kwargs.get("model_kwargs") or {}).get("decoder_attention_mask")
+        input_ids, model_kwargs = cast(Any, super())._prepare_decoder_input_ids_for_generation(*args, **kwargs)
+        if prompt is not None and mask is not None and input_ids.shape[1] > prompt.shape[1]:
+            return prompt, {**model_kwargs, "decoder_attention_mask": mask}
+        return input_ids, model_kwargs
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
-        """Called by `from_pretrained`: a checkpoint without generation_config.json decodes as the paper does.
+        """Called by `from_pretrained`: what counts in the settings of a loaded model.
 
-        The stock method would build settings from config.json, which holds none, and so fall back to 20 greedy tokens.
+        A checkpoint without generation_config.json decodes as the paper does (the stock method would build settings
+        from config.json, which holds none, and so fall back to 20 greedy tokens). Settings that were given to the
+        configuration by argument count more than the file.
         """
         cast(Any, super()).adjust_generation_fn(generation_config, *args, **kwargs)
-        if generation_config is None and getattr(self.generation_config, "_from_model_config", False):
+        if generation_config is not None:
+            return
+        if getattr(self.generation_config, "_from_model_config", False):
             self.generation_config = paper_generation_config(self.config)
+            return
+        for name, value in getattr(self.config, "_generation_settings_of_file", {}).items():
+            counts = getattr(self.generation_config, name, None)
+            if counts != value:
+                logger.warning(
+                    f"{name} is {value!r} in config.json and {counts!r} in generation_config.json, which counts."
+                )
+        for name, value in getattr(self.config, "_moved_generation_settings", {}).items():
+            setattr(self.generation_config, name, value)
 
 
 __all__ = ["VanillaTransformerGenerationMixin"]

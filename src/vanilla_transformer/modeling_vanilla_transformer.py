@@ -5,6 +5,7 @@ stacks (3.1), the loss (5.4), and the classes that transformers loads. The equat
 the same numbers exists it stands beside it and says when it applies. This file ships with every saved model.
 """
 
+import copy
 import math
 import os
 import shutil
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,6 +28,7 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
+from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -34,6 +36,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .generation_vanilla_transformer import (
     VanillaTransformerGenerationMixin,
+    as_model_output,
     paper_generation_config,
     warn_of_missing_mask,
 )
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     # Never imported here at run time: the line makes the pipeline's file travel wherever this one is copied.
     from .pipeline_vanilla_transformer import VanillaTransformerTranslationPipeline  # noqa: F401
 
+
+logger = logging.get_logger(__name__)
 
 # transformers renamed `past_key_values` to `cache` within version 5; outputs carry whichever name the installed one
 # has.
@@ -57,6 +62,9 @@ if "num_hidden_layers_key" in OutputRecorder.__dataclass_fields__:
 
 # Up to this many keys the matrix products of equation (1) beat the CPU kernel of scaled_dot_product_attention.
 MAX_KEYS_FOR_MATRIX_PRODUCTS = 512
+# The halves of the model that may be saved on their own, with their names in the whole one; and what has both.
+PARTS = {"VanillaTransformerEncoder": "encoder", "VanillaTransformerDecoder": "decoder"}
+WHOLES = ("VanillaTransformerModel", "VanillaTransformerForConditionalGeneration")
 # Numbers in the largest piece of the logits matrix that training holds at a time, on a CPU and on an accelerator.
 LOGITS_CHUNK_ELEMENTS = {"cpu": 2**21, "accelerator": 2**26}
 
@@ -140,6 +148,11 @@ def fast_scaled_dot_product_attention(
     Returns:
         `torch.Tensor` of shape `(batch, num_heads, target_length, d_v)`.
     """
+    if mask is not None and mask.dtype == torch.bool and matrix_products_are_faster(mask):
+        # Some query may attend to nothing. The other rows get the very numbers that they get without it.
+        keyless = ~mask.any(dim=-1, keepdim=True)
+        added = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~(mask | keyless), -math.inf)
+        return fast_scaled_dot_product_attention(query, key, value, added, dropout_p).masked_fill(keyless, 0.0)
     if mask is None or mask.dtype == torch.bool:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
     scores = torch.matmul(query * (1.0 / math.sqrt(query.shape[-1])), key.transpose(-2, -1))
@@ -147,15 +160,20 @@ def fast_scaled_dot_product_attention(
     return torch.matmul(dropout(weights, dropout_p, training=dropout_p > 0.0), value)
 
 
+def matrix_products_are_faster(mask: torch.Tensor) -> bool:
+    """Whether two matrix products beat the fused kernel: on a CPU, up to `MAX_KEYS_FOR_MATRIX_PRODUCTS` keys."""
+    if mask.device.type != "cpu" or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    return mask.shape[-1] <= MAX_KEYS_FOR_MATRIX_PRODUCTS
+
+
 def fast_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The form of a boolean mask that `fast_scaled_dot_product_attention` is fastest with, made once for all layers.
 
-    On a CPU, for at most `MAX_KEYS_FOR_MATRIX_PRODUCTS` keys, that is a tensor to add to the scores, provided that
-    every query may attend to something (a softmax over minus infinity alone is not a number); else the mask itself.
+    Where `matrix_products_are_faster` that is a tensor to add to the scores, provided that every query may attend to
+    something (a softmax over minus infinity alone is not a number); else the mask itself.
     """
-    if mask.device.type != "cpu" or torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        return mask
-    if mask.shape[-1] > MAX_KEYS_FOR_MATRIX_PRODUCTS or not bool(mask.any(dim=-1).all()):
+    if not matrix_products_are_faster(mask) or not bool(mask.any(dim=-1).all()):
         return mask
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -168,6 +186,38 @@ def in_autocast_precision(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float32 and torch.is_autocast_enabled(device_type):
         return x.to(torch.get_autocast_dtype(device_type))
     return x
+
+
+def static_cache_length(cache: Cache) -> int | None:
+    """Slots of a cache whose size is fixed in advance; None for one that grows."""
+    layers = getattr(cache, "layers", None)
+    return getattr(layers[0], "max_cache_len", None) if layers else None
+
+
+def fit_cache_to_batch(cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes an empty static cache anew for the batch that comes; a cache that holds other rows is refused.
+
+    Args:
+        cache (`Cache`): Keys and values of self-attention or of attention to the encoder.
+        layer_idx (`int`): The layer.
+        key, value (`torch.Tensor` of shape `(batch, num_heads, length, width)`): What will be added.
+
+    Raises:
+        ValueError: The cache holds keys of another number of rows.
+    """
+    layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
+        return
+    is_static = static_cache_length(cache) is not None
+    if layer.keys.shape[0] == key.shape[0] and (not is_static or layer.keys.dtype == key.dtype):
+        return
+    if is_static and int(layer.get_seq_length()) == 0:
+        layer.lazy_initialization(key, value)
+    elif layer.keys.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"the cache holds {layer.keys.shape[0]} rows, got a batch of {key.shape[0]}; use a new cache, or "
+            "cache.reset(), for each batch."
+        )
 
 
 class MultiHeadAttention(nn.Module):
@@ -195,7 +245,7 @@ class MultiHeadAttention(nn.Module):
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """`(batch, length, num_heads * width)` to `(batch, num_heads, length, width)`."""
-        return x.view(x.shape[0], x.shape[1], self.num_heads, -1).transpose(1, 2)
+        return x.view(x.shape[0], x.shape[1], self.num_heads, x.shape[2] // self.num_heads).transpose(1, 2)
 
     def project_keys_and_values(
         self, states: torch.Tensor, cache: EncoderDecoderCache | None
@@ -212,8 +262,16 @@ class MultiHeadAttention(nn.Module):
         part = cache.cross_attention_cache if self.is_cross_attention else cache.self_attention_cache
         if self.is_cross_attention and cache.is_updated.get(self.layer_idx):
             layer: Any = part.layers[self.layer_idx]
+            is_static = static_cache_length(part) is not None
+            if layer.keys.shape[0] != states.shape[0] or (not is_static and layer.keys.shape[2] != states.shape[1]):
+                raise ValueError(
+                    f"the cache belongs to a source of shape (batch, length) = {tuple(layer.keys.shape[0:3:2])}, got "
+                    f"encoder states of shape {tuple(states.shape[:2])}; use a new cache, or cache.reset(), for each "
+                    "source."
+                )
             return layer.keys, layer.values
         key, value = self.split_heads(self.k_proj(states)), self.split_heads(self.v_proj(states))
+        fit_cache_to_batch(part, self.layer_idx, key, value)
         key, value = part.update(key, value, self.layer_idx)
         if self.is_cross_attention:
             cache.is_updated[self.layer_idx] = True
@@ -252,7 +310,7 @@ class MultiHeadAttention(nn.Module):
             heads, weights = scaled_dot_product_attention(query, key, value, mask, dropout_p)
         else:
             heads = fast_scaled_dot_product_attention(query, key, value, mask, dropout_p)
-        concatenated = heads.transpose(1, 2).reshape(*query_states.shape[:2], -1)
+        concatenated = heads.transpose(1, 2).flatten(2)
         return self.out_proj(concatenated), weights
 
 
@@ -284,7 +342,7 @@ class FeedForward(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def sinusoidal_encoding(positions: torch.Tensor, d_model: int) -> torch.Tensor:
+def sinusoidal_encoding(positions: torch.Tensor, d_model: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model)).
 
     Computed anew from the positions, in float64 (float32 where the device has no float64), at any length: there is no
@@ -293,17 +351,18 @@ def sinusoidal_encoding(positions: torch.Tensor, d_model: int) -> torch.Tensor:
     Args:
         positions (`torch.LongTensor` of any shape): Positions, from 0.
         d_model (`int`): Width of the encoding.
+        dtype (`torch.dtype`, defaults to `torch.float32`): Of the result, which is rounded to it once, at the end.
 
     Returns:
-        `torch.FloatTensor` of shape `(*positions.shape, d_model)`, float32.
+        `torch.Tensor` of shape `(*positions.shape, d_model)`.
 
     Source: Vaswani et al. 2017, section 3.5.
     """
-    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64
     column = torch.arange(d_model, device=positions.device)
-    wavelength_over_2_pi = torch.pow(10000.0, (column - column % 2).to(dtype) / d_model)
-    angle = positions.to(dtype).unsqueeze(-1) / wavelength_over_2_pi
-    return torch.where(column % 2 == 0, angle.sin(), angle.cos()).float()
+    wavelength_over_2_pi = torch.pow(10000.0, (column - column % 2).to(exact) / d_model)
+    angle = positions.to(exact).unsqueeze(-1) / wavelength_over_2_pi
+    return torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(dtype)
 
 
 class PositionEncoding(nn.Module):
@@ -323,17 +382,20 @@ class PositionEncoding(nn.Module):
             else None
         )
 
-    def forward(self, positions: torch.Tensor, length: int) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Encodings of `positions`, shape `(*positions.shape, d_model)`.
 
         Args:
             positions (`torch.LongTensor` of shape `(batch or 1, length)`): Positions, from 0.
             length (`int`): No position reaches it.
+            dtype (`torch.dtype`, defaults to `torch.float32`): Of sinusoids; a learned table has its own.
 
         Raises:
             ValueError: The table of learned positions is too short.
         """
         if self.embed_positions is not None:
+            if length > self.max_positions and not torch.compiler.is_compiling():
+                length = int(positions.max()) + 1  # padding and free slots of a static cache need no position
             if length > self.max_positions:
                 raise ValueError(
                     f"the sequence has {length} tokens but max_position_embeddings={self.max_positions}: learned "
@@ -341,13 +403,15 @@ class PositionEncoding(nn.Module):
                 )
             return self.embed_positions(positions)
         if torch.compiler.is_compiling() or length >= positions.numel():
-            return sinusoidal_encoding(positions, self.d_model)
+            return sinusoidal_encoding(positions, self.d_model, dtype)
         # Fewer positions than tokens: compute each once.
-        return sinusoidal_encoding(torch.arange(length, device=positions.device), self.d_model)[positions]
+        return sinusoidal_encoding(torch.arange(length, device=positions.device), self.d_model, dtype)[positions]
 
 
 def positions_of_kept_tokens(mask: torch.Tensor) -> torch.Tensor:
     """Position of each token = number of kept tokens before it in its row, so that padding moves nothing.
+
+    Padding, which nothing attends to, repeats the position before it.
 
     Args:
         mask (`torch.BoolTensor` of shape `(batch, length)`): True for kept tokens.
@@ -355,8 +419,7 @@ def positions_of_kept_tokens(mask: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.LongTensor` of shape `(batch, length)`.
     """
-    kept = mask.long()
-    return kept.cumsum(dim=-1) - kept
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -474,6 +537,23 @@ def without_conversion_service() -> Iterator[None]:
             os.environ[name] = before
 
 
+def architecture_of(name_or_path: Any, options: dict[str, Any]) -> str | None:
+    """The class that a saved model was of, from its config.json; None where that does not tell.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`, *optional*): Folder or repository.
+        options (`dict`): Arguments of `from_pretrained`, of which those about the repository are used.
+    """
+    if name_or_path is None:
+        return None
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+    try:
+        saved, _ = PretrainedConfig.get_config_dict(name_or_path, **{n: options[n] for n in names if n in options})
+    except OSError:  # no config.json; a config may have been given beside the folder
+        return None
+    return next(iter(saved.get("architectures") or []), None)
+
+
 class VanillaTransformerPreTrainedModel(PreTrainedModel):
     """Initialisation, saving and loading, common to all classes below."""
 
@@ -484,6 +564,12 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["VanillaTransformerEncoderLayer", "VanillaTransformerDecoderLayer"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
+    _part_of_the_whole: str | None = None
+
+    def __init__(self, config: VanillaTransformerConfig, *args: Any, **kwargs: Any):
+        if isinstance(config, VanillaTransformerConfig):
+            config.check()  # fields may have been set since its construction
+        super().__init__(config, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Half of Xavier's bound for projections; embeddings of standard deviation d_model ** -0.5 (1 after scaling).
@@ -506,7 +592,15 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             init.zeros_(module.bias)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resizes every word matrix, tied or not; see `PreTrainedModel.resize_token_embeddings`."""
+        """Resizes every word matrix, tied or not; see `PreTrainedModel.resize_token_embeddings`.
+
+        Raises:
+            ValueError: A special token would be cut off.
+        """
+        if new_num_tokens is not None:
+            resized = copy.copy(self.config)
+            resized.vocab_size = new_num_tokens
+            resized.check()
         old_vocab_size = self.config.vocab_size
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         bias = getattr(self.get_output_embeddings(), "bias", None)
@@ -518,12 +612,52 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return embeddings
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Opens a saved model, from safetensors alone; see `PreTrainedModel.from_pretrained`."""
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Opens a saved model, from safetensors alone; see `PreTrainedModel.from_pretrained`.
+
+        An encoder or a decoder opens from a folder of its own or from that of the whole model.
+
+        Raises:
+            ValueError: The folder holds an encoder or a decoder alone, and more is asked for.
+        """
         if kwargs.get("use_safetensors") is None:
             kwargs["use_safetensors"] = True
+        saved = architecture_of(pretrained_model_name_or_path, kwargs)
+        part = cls._part_of_the_whole
+        if saved in PARTS and PARTS[saved] != part:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds a {saved} alone, but was to be opened as {cls.__name__}; open "
+                f"it with {saved}.from_pretrained()."
+            )
+        is_part_of_saved = part is not None and saved in WHOLES
+        opening: Any = VanillaTransformerModel if is_part_of_saved else super()
+        with_info = kwargs.get("output_loading_info", False)
+        kwargs["output_loading_info"] = True
         with without_conversion_service():
-            return super().from_pretrained(*args, **kwargs)
+            model, info = opening.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if is_part_of_saved:
+            model = getattr(model, cast(str, part))
+        elif not model.config.tie_word_embeddings:
+            model._fill_from_tied_checkpoint(info["missing_keys"])
+        return (model, info) if with_info else model
+
+    def _fill_from_tied_checkpoint(self, missing: set[str]) -> None:
+        """Copies the one matrix of a tied checkpoint to where an untied model has one of its own."""
+        tied = self._tied_weights_keys or {}
+        if not set(tied) <= missing or set(tied.values()) & missing:  # an untied one, or none of ours
+            return
+        parameters = dict(self.named_parameters())
+        for target, source in tied.items():
+            with torch.no_grad():
+                parameters[target].copy_(parameters[source])
+            missing.discard(target)
+            logger.warning(f"{target} is not in the checkpoint, whose matrices are tied: it starts as {source}.")
+
+    def to_empty(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module.to_empty`, which would leave a matrix of its own in each place of a shared one."""
+        super().to_empty(*args, **kwargs)
+        self.tie_weights()
+        return self
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Saves weights, configuration, generation settings and the code that opens them.
@@ -531,7 +665,13 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         See `PreTrainedModel.save_pretrained`. The folder is self-contained: `trust_remote_code=True` opens it on a
         machine that has only transformers and torch.
         """
-        super().save_pretrained(save_directory, *args, **kwargs)
+        taken = self.config.take_generation_settings()
+        if not self.can_generate():  # else they are in its generation_config.json
+            self.config.give_generation_settings(taken)
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.config.give_generation_settings(taken)
         here = Path(cast(str, sys.modules[VanillaTransformerPreTrainedModel.__module__].__file__)).parent
         for source in sorted(here.glob("*_vanilla_transformer.py")):
             target = Path(save_directory) / source.name
@@ -551,32 +691,52 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return {"input_ids": input_ids, "attention_mask": input_ids.ne(pad), "decoder_input_ids": input_ids}
 
 
-def kept_tokens(
-    input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, pad_token_id: int | None
-) -> torch.Tensor | None:
-    """The Hub's 1/0 mask as a boolean one; where none is given, every token but padding is kept.
+def boolean_mask(mask: torch.Tensor | None, shape: tuple[int, int], name: str) -> torch.Tensor | None:
+    """The Hub's 1/0 mask as a boolean one.
 
     Args:
-        input_ids (`torch.LongTensor` of shape `(batch, length)`, *optional*): Tokens.
-        attention_mask (`torch.Tensor` of shape `(batch, length)`, *optional*): 1 for kept tokens, 0 for padding.
-        pad_token_id (`int`, *optional*): The padding token.
+        mask (`torch.Tensor` of shape `(batch, length)`, *optional*): 1 for kept tokens, 0 for padding, of any dtype.
+        shape (`tuple[int, int]`): Batch and length that it must have.
+        name (`str`): What an error calls it.
 
     Returns:
-        `torch.BoolTensor` of shape `(batch, length)`, True for kept tokens; None where neither is given.
+        `torch.BoolTensor` of shape `(batch, length)`, True for kept tokens; None where no mask is given.
 
     Raises:
-        ValueError: The mask is not two-dimensional.
+        ValueError: The mask has another shape.
     """
-    if attention_mask is not None:
-        if attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask must have the shape (batch, length), got {tuple(attention_mask.shape)}; causal masks "
-                "are made by the model itself."
-            )
-        return attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
-    if input_ids is not None and pad_token_id is not None:
-        return input_ids.ne(pad_token_id)
-    return None
+    if mask is None:
+        return None
+    if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] != shape[1]:
+        raise ValueError(
+            f"{name} must have the shape (batch, length) = {tuple(shape)}, the length counting cached tokens, got "
+            f"{tuple(mask.shape)}; causal masks are made by the model itself."
+        )
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def boolean_causal_mask(mask: torch.Tensor, rows: int, length: int, key_length: int) -> torch.Tensor:
+    """A causal mask that `generate()` made (it does for static caches) as a boolean one.
+
+    Args:
+        mask (`torch.Tensor` of shape `(batch or 1, 1, target_length, key_length)`): Boolean, True where a key may be
+            attended to; or what is added to the scores, 0 where a key may be attended to.
+        rows, length, key_length (`int`): Batch, target length and key length that it must have.
+
+    Raises:
+        ValueError: The mask has another shape or another type.
+    """
+    if mask.shape[0] not in (1, rows) or tuple(mask.shape[1:]) != (1, length, key_length):
+        raise ValueError(
+            f"a decoder_attention_mask of four dimensions must have the shape (batch, 1, target_length, key_length) = "
+            f"{(rows, 1, length, key_length)}, got {tuple(mask.shape)}."
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            "a decoder_attention_mask of four dimensions must be boolean (True: attended to) or floating point (added "
+            f"to the scores), got {mask.dtype}."
+        )
+    return mask if mask.dtype == torch.bool else mask == 0
 
 
 class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
@@ -613,7 +773,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
                     f"tokens must lie in [0, vocab_size={self.config.vocab_size}), got {ids.min()} to {ids.max()}; is "
                     "the tokenizer that of the model?"
                 ) from error
-        encodings = self.positions(positions.to(inputs_embeds.device), length)
+        encodings = self.positions(positions.to(inputs_embeds.device), length, inputs_embeds.dtype)
         x = inputs_embeds * math.sqrt(self.config.d_model) + encodings.to(inputs_embeds.dtype)
         return dropout(x, self.config.dropout, self.training)
 
@@ -638,15 +798,6 @@ def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor 
         )
     if is_ids and given.is_floating_point():
         raise ValueError(f"{prefix}input_ids must hold whole numbers, got {given.dtype}.")
-
-
-def check_mask(mask: torch.Tensor | None, rows: int, length: int, name: str) -> None:
-    """Raises ValueError where a mask has another shape than `(rows, length)`."""
-    if mask is not None and (mask.shape[0] != rows or mask.shape[1] != length):
-        raise ValueError(
-            f"{name} must have a number for each token of each row, cached ones included: ({rows}, {length}), got "
-            f"{tuple(mask.shape)}."
-        )
 
 
 def check_labels(labels: torch.Tensor, decoder_input_ids: torch.Tensor | None, vocab_size: int) -> None:
@@ -674,6 +825,7 @@ def check_labels(labels: torch.Tensor, decoder_input_ids: torch.Tensor | None, v
 class VanillaTransformerEncoder(VanillaTransformerStack):
     """N layers of self-attention and feed-forward over the source (figure 1, left)."""
 
+    _part_of_the_whole = "encoder"
     _can_record_outputs = {
         "hidden_states": VanillaTransformerEncoderLayer,
         "attentions": MultiHeadAttention,
@@ -709,9 +861,10 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
                 vocabulary (on a CPU), or a mask of another shape.
         """
         check_one_input(input_ids, inputs_embeds)
-        kept = kept_tokens(input_ids, attention_mask, self.config.pad_token_id)
         rows, length = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-        check_mask(kept, rows, length, "attention_mask")
+        kept = boolean_mask(attention_mask, (rows, length), "attention_mask")
+        if kept is None and input_ids is not None:
+            kept = input_ids.ne(self.config.pad_token_id)
         if kept is None:
             positions = torch.arange(length).unsqueeze(0)
         else:
@@ -727,6 +880,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
 class VanillaTransformerDecoder(VanillaTransformerStack):
     """N layers of causal self-attention, attention to the encoder, and feed-forward (figure 1, right)."""
 
+    _part_of_the_whole = "decoder"
     _can_record_outputs = {
         "hidden_states": OutputRecorder(VanillaTransformerDecoderLayer, **DECODER_DEPTH),
         "attentions": OutputRecorder(MultiHeadAttention, index=1, layer_name="self_attention"),
@@ -756,8 +910,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, target_length)`, *optional*): Target tokens not yet cached.
             attention_mask (`torch.Tensor` of shape `(batch, cached_length + target_length)`, *optional*): 1 for kept
-                target tokens, 0 for padding; None keeps all. A boolean one of shape
-                `(batch, 1, target_length, key_length)` is taken as the causal mask itself.
+                target tokens, 0 for padding; None keeps all. One of shape `(batch, 1, target_length, key_length)` is
+                taken as the causal mask itself (see `boolean_causal_mask`).
             encoder_hidden_states (`torch.FloatTensor` of shape `(batch, source_length, d_model)`, *optional*): The
                 encoder's output.
             encoder_attention_mask (`torch.Tensor` of shape `(batch, source_length)`, *optional*): 1 for kept source
@@ -773,7 +927,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
 
         Raises:
             ValueError: Both or neither of `input_ids` and `inputs_embeds`, no row or no token, a token outside the
-                vocabulary (on a CPU), or a mask of another shape.
+                vocabulary (on a CPU), a mask of another shape, or a cache that is too short or belongs to another
+                batch or source.
         """
         check_one_input(input_ids, inputs_embeds, "decoder_")
         if use_cache and cache is None:
@@ -781,19 +936,21 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         if cache is not None and not isinstance(cache, EncoderDecoderCache):
             cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
         inputs = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
-        length = inputs.shape[1]
+        rows, length = inputs.shape[:2]
         past = 0 if cache is None else cache.get_seq_length()
         static_length = static_source_length = None
         if cache is not None:
             static_length = static_cache_length(cache.self_attention_cache)
             static_source_length = static_cache_length(cache.cross_attention_cache)
+            check_static_cache(static_length, past, length, "target")
+            if encoder_hidden_states is not None:
+                check_static_cache(static_source_length, 0, encoder_hidden_states.shape[1], "source")
+        key_length = past + length if static_length is None else static_length
         given_mask, kept = None, None
-        if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
-            given_mask = attention_mask.to(inputs.device)  # generate() makes the causal mask itself for static caches
+        if attention_mask is not None and attention_mask.ndim == 4:
+            given_mask = boolean_causal_mask(attention_mask.to(inputs.device), rows, length, key_length)
         else:
-            kept = kept_tokens(None, attention_mask, None)
-            if static_length is None:
-                check_mask(kept, inputs.shape[0], past + length, "decoder_attention_mask")
+            kept = boolean_mask(attention_mask, (rows, past + length), "decoder_attention_mask")
 
         # Without padding a token's position is its index; with padding, the number of kept tokens before it.
         index = torch.arange(length, device=inputs.device) + past
@@ -803,7 +960,6 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             positions = (given_mask[:, 0].sum(dim=-1) - 1).clamp(min=0)
         else:
             positions = index.unsqueeze(0)
-        key_length = past + length if static_length is None else static_length
         x = self.embed(input_ids, inputs_embeds, positions, key_length)
 
         target_mask: torch.Tensor | None = given_mask
@@ -816,12 +972,15 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
                 kept = F.pad(kept.to(x.device), (0, key_length - kept.shape[1]), value=True)
                 target_mask = target_mask & kept[:, None, None, :]
             target_mask = self.mask_for_layers(target_mask, x, **kwargs)
-        source_kept = kept_tokens(None, encoder_attention_mask, None)
+        source_kept = None
         if encoder_hidden_states is not None:
-            rows, source_length = encoder_hidden_states.shape[:2]
-            check_mask(source_kept, rows, source_length, "the attention_mask of the encoder's output")
-            if rows != inputs.shape[0]:
-                raise ValueError(f"source and target must have equally many rows, got {rows} and {inputs.shape[0]}.")
+            if encoder_hidden_states.shape[0] != rows:
+                raise ValueError(
+                    f"source and target must have equally many rows, got {encoder_hidden_states.shape[0]} and {rows}."
+                )
+            source_kept = boolean_mask(
+                encoder_attention_mask, (rows, encoder_hidden_states.shape[1]), "attention_mask"
+            )
         if static_source_length is not None and encoder_hidden_states is not None:
             # A static cache may have more slots than the source has tokens; nothing attends to the others.
             if source_kept is None:
@@ -840,10 +999,18 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         )
 
 
-def static_cache_length(cache: Cache) -> int | None:
-    """Slots of a cache whose size is fixed in advance; None for one that grows."""
-    layers = getattr(cache, "layers", None)
-    return getattr(layers[0], "max_cache_len", None) if layers else None
+def check_static_cache(slots: int | None, past: torch.Tensor | int, length: int, side: str) -> None:
+    """Raises ValueError where `length` more tokens do not fit into a cache of `slots`; None means any number."""
+    if slots is None or torch.compiler.is_compiling():
+        return
+    if isinstance(past, torch.Tensor):
+        # How much an accelerator's cache holds is not asked for at each step: the answer would hold up its queue.
+        past = int(past) if past.device.type == "cpu" else 0
+    if past + length > slots:
+        raise ValueError(
+            f"the static cache has room for max_cache_len={slots} {side} tokens, got {past + length}; make a longer "
+            "one."
+        )
 
 
 class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
@@ -853,6 +1020,8 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
     """
 
     _tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
+    # What a checkpoint of the model with its head has besides.
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(config)
@@ -878,7 +1047,7 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
+        encoder_outputs: BaseModelOutput | tuple | dict | torch.Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
@@ -895,7 +1064,8 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
                 start token first.
             decoder_attention_mask (`torch.Tensor` of shape `(batch, target_length)`, *optional*): 1 for kept target
                 tokens; None keeps all.
-            encoder_outputs (`BaseModelOutput` or `tuple`, *optional*): Output of an earlier call of the encoder.
+            encoder_outputs (`BaseModelOutput`, `tuple`, `dict` or `torch.Tensor`, *optional*): Output of an earlier
+                call of the encoder, or its `last_hidden_state` alone.
             cache (`Cache`, *optional*): Keys and values of earlier steps.
             inputs_embeds (`torch.FloatTensor` of shape `(batch, source_length, d_model)`, *optional*): Unscaled source
                 embeddings in place of `input_ids`.
@@ -907,16 +1077,14 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
             `Seq2SeqModelOutput`, `last_hidden_state` of shape `(batch, target_length, d_model)`.
         """
         if attention_mask is None and input_ids is not None:
-            attention_mask = kept_tokens(input_ids, None, self.config.pad_token_id)
+            attention_mask = input_ids.ne(self.config.pad_token_id)
         if attention_mask is None and encoder_outputs is not None:
             warn_of_missing_mask()
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
             )
-        elif not isinstance(encoder_outputs, BaseModelOutput):
-            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
-        encoder_outputs = cast(BaseModelOutput, encoder_outputs)
+        encoder_outputs = as_model_output(encoder_outputs)
         decoder_outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -1096,6 +1264,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         self.model = VanillaTransformerModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=config.output_bias)
         self.post_init()
+        self._keys_to_ignore_on_load_unexpected = set()  # not that of the model inside
         self.generation_config = paper_generation_config(config)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
@@ -1119,7 +1288,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
+        encoder_outputs: BaseModelOutput | tuple | dict | torch.Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
