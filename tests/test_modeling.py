@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from safetensors import safe_open
+from safetensors.torch import load_model, save_model
 from torch import nn
 from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 from transformers.utils import logging
 
 import reference
@@ -30,11 +33,17 @@ from small_models import (
 )
 from vanilla_transformer import (
     VanillaTransformerConfig,
+    VanillaTransformerDecoder,
+    VanillaTransformerEncoder,
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerModel,
     list_presets,
 )
-from vanilla_transformer.modeling_vanilla_transformer import DECODER_DEPTH
+from vanilla_transformer.modeling_vanilla_transformer import (
+    DECODER_DEPTH,
+    fast_scaled_dot_product_attention,
+    scaled_dot_product_attention,
+)
 
 
 ATTENTIONS = ["eager", "sdpa"]
@@ -94,13 +103,13 @@ def assert_same_gradients(given: dict, expected: dict, tolerance: float = 1e-5) 
         assert difference <= tolerance * scale, f"{name}: {difference} of {scale}"
 
 
-def positions_read_by(model: nn.Module, count: int) -> torch.Tensor:
+def positions_read_by(model: nn.Module, count: int, side: str = "encoder") -> torch.Tensor:
     """What is added to the scaled embeddings at positions 0 .. count - 1: the first states of an all-zero table."""
+    stack = getattr(model.base_model, side)
     with torch.no_grad():
-        model.get_input_embeddings().weight.zero_()
-        encoder = model.get_encoder()
+        stack.get_input_embeddings().weight.zero_()
         ids = torch.full((1, count), 5)
-        outputs = encoder(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+        outputs = stack(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
     return outputs.hidden_states[0][0]
 
 
@@ -423,7 +432,7 @@ def test_a_fully_padded_source_gives_no_nan_and_leaves_its_neighbours_alone(atte
         assert all(torch.isfinite(gradient).all() for gradient in grads.values())
     model.eval()
     others = {name: tensor[[0, 2]] for name, tensor in batch.items()}
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
         whole = model.to(dtype)(**batch)
         assert torch.isfinite(whole.logits).all()
         assert torch.isfinite(whole.encoder_last_hidden_state).all()
@@ -442,6 +451,89 @@ def test_a_fully_padded_target_row_gives_no_nan(attention):
         loss, grads = loss_and_gradients(model.train(train), batch)
         assert torch.isfinite(loss)
         assert all(torch.isfinite(gradient).all() for gradient in grads.values())
+
+
+def test_a_query_without_any_key_gets_zeros_and_sends_back_no_gradient():
+    query, key, value = (torch.randn(2, 1, 3, 4, requires_grad=True) for _ in range(3))
+    mask = torch.tensor([[[[1, 0, 1], [0, 0, 0], [1, 1, 1]]]]).bool()
+    expected = torch.zeros(2, 1, 3, 4)
+    for batch in range(2):
+        for row, kept in ((0, [0, 2]), (2, [0, 1, 2])):
+            scores = torch.stack([query[batch, 0, row] @ key[batch, 0, place] / math.sqrt(4) for place in kept])
+            expected[batch, 0, row] = sum(
+                weight * value[batch, 0, place] for weight, place in zip(scores.softmax(0), kept, strict=True)
+            )
+    expected = expected.detach()
+    for function in (scaled_dot_product_attention, fast_scaled_dot_product_attention):
+        output = function(query, key, value, mask)
+        output = output[0] if isinstance(output, tuple) else output
+        assert_close(output, expected, 1e-6)
+        for tensor in (query, key, value):
+            tensor.grad = None
+        output.sum().backward()
+        assert all(torch.isfinite(tensor.grad).all() for tensor in (query, key, value))
+        assert torch.equal(query.grad[:, :, 1], torch.zeros(2, 1, 4))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_source_without_any_token_is_attended_to_by_nobody(attention):
+    model = small_model(attn_implementation=attention)
+    decoder_input_ids = words(2, 3)
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    padding = torch.ones(2, 4, dtype=torch.long)
+    expected = model(input_ids=padding, decoder_input_ids=decoder_input_ids).logits
+    assert_close(model(input_ids=nothing, decoder_input_ids=decoder_input_ids).logits, expected, 1e-6)
+    assert model.generate(nothing, max_new_tokens=3).shape[0] == 2
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.float32, torch.float64])
+def test_masks_may_be_of_any_type_of_numbers(attention, dtype):
+    model = small_model(attn_implementation=attention)
+    input_ids, attention_mask = source_batch("left")
+    decoder_input_ids, decoder_mask = padded([[0, 6, 12, 15], [0, 19], [0, 3, 22]], side="left")
+
+    def outputs(source_mask, target_mask):
+        logits = model(
+            input_ids=input_ids,
+            attention_mask=source_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=target_mask,
+        ).logits
+        return logits, model.generate(input_ids, attention_mask=source_mask, max_new_tokens=4)
+
+    expected = outputs(attention_mask, decoder_mask)
+    for given, wanted in zip(outputs(attention_mask.to(dtype), decoder_mask.to(dtype)), expected, strict=True):
+        assert torch.equal(given, wanted)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("shape", [(3, 3), (3, 1), (1, 4), (3, 8), (4,), (3, 1, 4), (3, 1, 1, 4)])
+@pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask"])
+def test_a_mask_of_another_shape_is_refused_with_both_shapes(attention, shape, name):
+    model = small_model(attn_implementation=attention)
+    batch = {"input_ids": words(3, 4), "decoder_input_ids": words(3, 4), name: torch.ones(shape, dtype=torch.long)}
+    with pytest.raises(ValueError, match=name) as error:
+        model(**batch)
+    assert str(tuple(shape)) in str(error.value)
+    assert "(3, 4)" in str(error.value) or "(3, 1, 4, 4)" in str(error.value)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("kind", ["boolean", "added", "added_for_all_rows"])
+def test_a_causal_mask_of_four_dimensions_is_taken_as_it_is(attention, kind):
+    model = small_model(attn_implementation=attention)
+    decoder_input_ids, kept = padded([[0, 6, 12, 15], [0, 19], [0, 3, 22]], side="left")
+    common = {"input_ids": words(3, 5), "decoder_input_ids": decoder_input_ids}
+    mask = torch.ones(4, 4).tril().bool()[None, None] & kept.bool()[:, None, None, :]
+    if kind == "added_for_all_rows":
+        mask, kept = torch.ones(1, 1, 4, 4).tril().bool(), torch.ones_like(kept)
+    expected = model(**common, decoder_attention_mask=kept).logits[kept.bool()]
+    if kind != "boolean":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    assert_close(model(**common, decoder_attention_mask=mask).logits[kept.bool()], expected)
+    with pytest.raises(ValueError, match="decoder_attention_mask"):
+        model(**common, decoder_attention_mask=mask[..., :3])
 
 
 def with_raw_scores_of_minus_200(model: nn.Module) -> nn.Module:
@@ -519,7 +611,7 @@ def test_cached_decoding_equals_full_forward_at_every_step(attention, variant):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("cached,chunk", [(5, 3), (1, 7), (7, 1), (15, 5)])
 def test_a_chunk_on_top_of_a_cache_equals_the_full_forward_pass(attention, cached, chunk):
-    model = small_model(attn_implementation=attention)
+    model = small_model(attn_implementation=attention, max_position_embeddings=16)
     input_ids, attention_mask = source_batch()
     decoder_input_ids = words(3, cached + chunk)
     common = {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -585,15 +677,15 @@ def test_cross_attention_keys_are_computed_once_and_do_not_leak_into_the_next_so
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_static_cache_serves_a_shorter_source_then_a_longer_one(attention):
+def test_a_static_cache_serves_a_batch_and_a_source_of_any_size_after_each_reset(attention):
     model = small_model(attn_implementation=attention)
     cache = EncoderDecoderCache(
         StaticCache(config=model.config, max_cache_len=12), StaticCache(config=model.config, max_cache_len=20)
     )
-    decoder_input_ids = words(2, 6)
-    for length in (7, 20, 3):
-        input_ids, attention_mask = words(2, length, seed=length), torch.ones(2, length, dtype=torch.long)
-        attention_mask[1, -2:] = 0
+    for rows, length in ((4, 20), (2, 7), (4, 20), (1, 3)):
+        decoder_input_ids = words(rows, 6)
+        input_ids, attention_mask = words(rows, length, seed=length), torch.ones(rows, length, dtype=torch.long)
+        attention_mask[-1, -2:] = 0
         common = {"input_ids": input_ids, "attention_mask": attention_mask}
         full = model(**common, decoder_input_ids=decoder_input_ids).logits
         logits = []
@@ -613,6 +705,72 @@ def test_a_static_cache_serves_a_shorter_source_then_a_longer_one(attention):
             for layer in part.layers:
                 layer.keys.fill_(1e3)
                 layer.values.fill_(1e3)
+
+
+def static_cache(model: nn.Module, target: int, source: int) -> EncoderDecoderCache:
+    return EncoderDecoderCache(
+        StaticCache(config=model.config, max_cache_len=target), StaticCache(config=model.config, max_cache_len=source)
+    )
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_static_cache_made_in_advance_serves_a_smaller_batch(attention):
+    model = small_model(attn_implementation=attention)
+    cache = static_cache(model, 12, 20)
+    for part in (cache.self_attention_cache, cache.cross_attention_cache):
+        part.early_initialization(batch_size=4, num_heads=4, head_dim=4, dtype=torch.float32, device="cpu")
+    inputs = {"input_ids": words(2, 7), "decoder_input_ids": words(2, 5)}
+    assert_close(model(**inputs, cache=cache, use_cache=True).logits, model(**inputs).logits)
+
+
+def test_a_static_cache_that_is_too_short_is_refused_with_its_length():
+    model = small_model()
+    inputs = {"input_ids": words(1, 5), "decoder_input_ids": words(1, 3)}
+    cache = static_cache(model, 4, 8)
+    model(**inputs, cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="max_cache_len=4 target tokens, got 6"):
+        model(**inputs, cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="max_cache_len=4 source tokens, got 5"):
+        model(**inputs, cache=static_cache(model, 8, 4), use_cache=True)
+
+
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_a_cache_of_another_batch_or_source_is_refused(kind):
+    model = small_model()
+    inputs = {"input_ids": words(2, 5), "decoder_input_ids": words(2, 3)}
+
+    def filled():
+        given = None if kind == "growing" else static_cache(model, 12, 12)
+        return cache_of(model(**inputs, cache=given, use_cache=True))
+
+    with pytest.raises(ValueError, match=r"2 rows, got a batch of 3"):
+        model(input_ids=words(3, 5), decoder_input_ids=words(3, 1), cache=filled(), use_cache=True)
+    if kind == "growing":
+        with pytest.raises(ValueError, match=r"source of shape .*\(2, 5\).*\(2, 7\)"):
+            model(input_ids=words(2, 7), decoder_input_ids=words(2, 1), cache=filled(), use_cache=True)
+    with pytest.raises(ValueError, match=r"decoder_attention_mask .*\(2, 4\)"):
+        model(
+            input_ids=inputs["input_ids"],
+            decoder_input_ids=words(2, 1),
+            decoder_attention_mask=torch.ones(2, 1),  # of the new token alone, not of the cached ones
+            cache=filled(),
+            use_cache=True,
+        )
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_cache_cut_back_or_reordered_goes_on_like_the_full_forward_pass(attention):
+    model = small_model(attn_implementation=attention)
+    input_ids, decoder_input_ids = words(1, 5).repeat(2, 1), words(2, 9)
+    full = model(input_ids=input_ids, decoder_input_ids=decoder_input_ids).logits
+    cache = cache_of(model(input_ids=input_ids, decoder_input_ids=decoder_input_ids[:, :6], use_cache=True))
+    cache.crop(-2)
+    outputs = model(input_ids=input_ids, decoder_input_ids=decoder_input_ids[:, 4:], cache=cache, use_cache=True)
+    assert_close(outputs.logits, full[:, 4:])
+    cache = cache_of(model(input_ids=input_ids, decoder_input_ids=decoder_input_ids[:, :6], use_cache=True))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    outputs = model(input_ids=input_ids, decoder_input_ids=decoder_input_ids[[1, 0], 6:], cache=cache, use_cache=True)
+    assert_close(outputs.logits, full[[1, 0], 6:])
 
 
 def test_a_plain_cache_serves_too():
@@ -663,6 +821,23 @@ def test_positional_encoding_equals_the_closed_form_at_any_width_and_length(d_mo
     torch.testing.assert_close(positions_read_by(model, 600).double(), closed_form(600, d_model), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_positions_of_a_model_in_float64_are_exact(side):
+    table = positions_read_by(small_model(d_model=64, dtype=torch.float64), 600, side)
+    assert table.dtype == torch.float64
+    torch.testing.assert_close(table, closed_form(600, 64), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
+def test_four_hundred_positions_in_16_bits_stay_close_to_32_bits(dtype, tolerance):
+    model = small_model(d_model=64, std=0.1)
+    inputs = {"input_ids": words(2, 400), "decoder_input_ids": words(2, 400)}
+    with torch.no_grad():
+        exact = model(**inputs).logits
+        given = model.to(dtype)(**inputs).logits
+    assert (given.float() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
 @pytest.mark.parametrize("dtype,rounding", [(torch.float16, 5e-4), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("how", ["after_construction", "on_loading", "by_default_dtype"])
 def test_positions_in_16_bits_are_only_rounded_at_the_end(how, dtype, rounding, tmp_path):
@@ -678,9 +853,10 @@ def test_positions_in_16_bits_are_only_rounded_at_the_end(how, dtype, rounding, 
         model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=dtype)
     else:
         model = small_model(**overrides).to(dtype)
-    table = positions_read_by(model, 512)
-    assert table.dtype == dtype
-    assert (table.double() - closed_form(512, 64)).abs().max() <= rounding
+    for side in ("encoder", "decoder"):
+        table = positions_read_by(model, 512, side)
+        assert table.dtype == dtype
+        assert (table.double() - closed_form(512, 64)).abs().max() <= rounding
 
 
 def dirty_the_allocator(rows: int, columns: int) -> None:
@@ -689,34 +865,66 @@ def dirty_the_allocator(rows: int, columns: int) -> None:
         torch.full((rows, columns), float(value))
 
 
-@pytest.mark.parametrize("how", ["from_pretrained", "auto", "device_map", "meta_to_empty", "bfloat16", "deepcopy"])
+def opened_or_made_anew(how: str, model: nn.Module, folder) -> nn.Module:
+    """The same model by one of the ways of building or loading."""
+    cls = VanillaTransformerForConditionalGeneration
+    if how == "from_pretrained":
+        return cls.from_pretrained(folder)
+    if how == "auto":
+        return AutoModelForSeq2SeqLM.from_pretrained(folder)
+    if how == "device_map":
+        return AutoModelForSeq2SeqLM.from_pretrained(folder, device_map="cpu")
+    if how == "device_map_auto":
+        return AutoModelForSeq2SeqLM.from_pretrained(folder, device_map="auto")
+    if how == "dtype_auto":
+        return cls.from_pretrained(folder, dtype="auto")
+    if how == "bfloat16":
+        return AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.bfloat16)
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    if how == "state_dict":
+        loaded = cls(model.config)
+    elif how == "to_meta_to_empty":
+        loaded = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    else:
+        with torch.device("meta"):
+            loaded = cls(model.config)
+        loaded = loaded.to_empty(device="cpu")
+        if how == "meta_to_empty_and_init":
+            loaded.init_weights()
+    loaded.load_state_dict(model.state_dict())
+    return loaded
+
+
+WAYS = [
+    *("from_pretrained", "auto", "device_map", "device_map_auto", "dtype_auto", "bfloat16", "deepcopy", "pickle"),
+    *("state_dict", "to_meta_to_empty", "meta_to_empty", "meta_to_empty_and_init"),
+]
+
+
+@pytest.mark.parametrize("how", WAYS)
 def test_positions_are_right_after_every_way_of_building_or_loading(how, tmp_path):
     model = small_model(d_model=32)
     model.save_pretrained(tmp_path)
     inputs = {"input_ids": words(2, 9), "decoder_input_ids": words(2, 7)}
     before = model(**inputs).logits
     dirty_the_allocator(1024, 32)
-    tolerance = 1e-6
-    if how == "from_pretrained":
-        loaded = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
-    elif how == "auto":
-        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
-    elif how == "device_map":
-        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, device_map="cpu")
-    elif how == "bfloat16":
-        loaded, tolerance = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.bfloat16), 4e-3
-    elif how == "deepcopy":
-        loaded = copy.deepcopy(model)
-    else:
-        with torch.device("meta"):
-            loaded = VanillaTransformerForConditionalGeneration(model.config)
-        loaded = loaded.to_empty(device="cpu")
-        loaded.load_state_dict(model.state_dict())
-    loaded.eval()
+    loaded = opened_or_made_anew(how, model, tmp_path).eval()
     if how != "bfloat16":
         assert torch.equal(loaded(**inputs).logits, before)
-    table = positions_read_by(loaded, 300)
-    torch.testing.assert_close(table.double(), closed_form(300, 32), atol=tolerance, rtol=0)
+    for side in ("encoder", "decoder"):
+        table = positions_read_by(loaded, 300, side)
+        tolerance = 4e-3 if how == "bfloat16" else 1e-6
+        torch.testing.assert_close(table.double(), closed_form(300, 32), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_matrices_stay_one_after_every_way_of_building_or_loading(how, tmp_path):
+    model = small_model()
+    model.save_pretrained(tmp_path)
+    assert len({matrix.data_ptr() for matrix in three_matrices(opened_or_made_anew(how, model, tmp_path))}) == 1
 
 
 def test_no_position_table_is_in_the_checkpoint_and_the_length_may_change(tmp_path):
@@ -726,6 +934,9 @@ def test_no_position_table_is_in_the_checkpoint_and_the_length_may_change(tmp_pa
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no dict
     assert not [name for name in saved if "position" in name]
     assert sum(tensor.numel() for tensor in saved.values()) == sum(p.numel() for p in model.parameters())
+    content = (tmp_path / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    assert len(content) - header == 4 * sum(p.numel() for p in model.parameters())
     inputs = {"input_ids": words(2, 12), "decoder_input_ids": words(2, 12)}
     for length in (64, 16):
         other = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path, max_position_embeddings=length)
@@ -746,6 +957,36 @@ def test_learned_positions_beyond_the_table_raise_an_error_that_names_the_limit(
         model(input_ids=words(1, 17), decoder_input_ids=words(1, 4))
     with pytest.raises(ValueError, match="max_position_embeddings"):
         model(input_ids=words(1, 4), decoder_input_ids=words(1, 17))
+
+
+def test_learned_positions_count_tokens_and_not_padding_or_free_slots_of_a_cache():
+    model = small_model(position_embedding="learned", max_position_embeddings=8)
+    rows = [[5, 6, 7, 8, 9, 3, 4, 2], [7, 2]]
+    alone = [model(input_ids=torch.tensor([row]), decoder_input_ids=torch.tensor([[0, 9]])).logits[0] for row in rows]
+    for side in ("left", "right"):
+        input_ids, attention_mask = padded(rows, side=side, width=16)
+        logits = model(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=torch.tensor([[0, 9], [0, 9]])
+        ).logits
+        for given, expected in zip(logits, alone, strict=True):
+            assert_close(given, expected)
+    input_ids, attention_mask = padded([[*rows[0], 2], [7, 2]], width=16)
+    with pytest.raises(ValueError, match="9 tokens but max_position_embeddings=8"):
+        model(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=torch.tensor([[0], [0]]))
+    inputs = {"input_ids": torch.tensor(rows[:1]), "decoder_input_ids": words(1, 8)}
+    cached = model(**inputs, cache=static_cache(model, 20, 20), use_cache=True).logits
+    assert_close(cached, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_labels_beyond_max_position_embeddings_are_learnt_from(train):
+    model = small_model(max_position_embeddings=32, label_smoothing=0.0).train(train)
+    input_ids, labels = words(1, 200), words(1, 200, seed=1)
+    start = torch.tensor([[0]])
+    logits = reference_logits(model, input_ids, torch.cat([start, labels[:, :-1]], dim=1))
+    loss = model(input_ids=input_ids, labels=labels).loss
+    assert loss.item() == pytest.approx(reference.loss(logits.numpy(), labels.tolist()), rel=1e-5)
+    loss.backward()
 
 
 # 3.4: embeddings, tying, sizes --------------------------------------------------------------------
@@ -1387,15 +1628,19 @@ def test_inputs_embeds_of_the_input_embeddings_equal_input_ids_on_both_sides(att
     assert torch.equal(given, expected)
 
 
-def test_encoder_outputs_may_be_a_tuple_or_any_model_output():
+def test_encoder_outputs_may_be_of_any_form():
     model = small_model()
     input_ids, attention_mask = source_batch()
     decoder_input_ids = torch.tensor(TARGETS)
     common = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
     expected = model(input_ids=input_ids, **common).logits
     encoded = model.get_encoder()(input_ids, attention_mask=attention_mask)
-    for form in (encoded, encoded.to_tuple(), BaseModelOutput(last_hidden_state=encoded.last_hidden_state)):
+    states = encoded.last_hidden_state
+    forms = [encoded, encoded.to_tuple(), [states], states, {"last_hidden_state": states}]
+    for form in (*forms, BaseModelOutput(states), BaseModelOutputWithPooling(states)):
         assert torch.equal(model(encoder_outputs=form, **common).logits, expected)
+    with pytest.raises(TypeError, match="encoder_outputs"):
+        model(encoder_outputs="states", **common)
 
 
 @pytest.mark.parametrize("how", ["forward", "generate"])
@@ -1497,15 +1742,14 @@ def test_auto_classes_know_the_model_after_import():
     assert type(AutoModelForSeq2SeqLM.from_config(config)) is VanillaTransformerForConditionalGeneration
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_with_a_head_opens_as_the_base_model(tied, tmp_path):
-    model = small_model(tie_word_embeddings=tied)
+@pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": False}, {"output_bias": True}], ids=str)
+def test_a_checkpoint_with_a_head_opens_as_the_base_model(overrides, tmp_path):
+    model = small_model(**overrides)
     model.save_pretrained(tmp_path)
     for cls in (VanillaTransformerModel, AutoModel):
         base, info = cls.from_pretrained(tmp_path, output_loading_info=True)
         assert not info["missing_keys"]
-        if tied:
-            assert not info["unexpected_keys"]
+        assert not info["unexpected_keys"]
         for name, tensor in base.state_dict().items():
             assert torch.equal(tensor, model.state_dict()[f"model.{name}"]), name
         states = base.eval().get_encoder()(words(1, 6)).last_hidden_state
@@ -1524,12 +1768,98 @@ def test_a_base_checkpoint_opens_with_a_head(tied, tmp_path):
             assert torch.equal(tensor, model.state_dict()[f"model.{name}"]), name
 
 
+def test_what_a_head_does_not_know_is_reported(tmp_path):
+    small_model(output_bias=True).save_pretrained(tmp_path)
+    _, info = VanillaTransformerForConditionalGeneration.from_pretrained(
+        tmp_path, output_bias=False, output_loading_info=True
+    )
+    assert set(info["unexpected_keys"]) == {"lm_head.bias"}
+
+
+@pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": False}, {"position_embedding": "learned"}], ids=str)
+@pytest.mark.parametrize("cls", [VanillaTransformerModel, VanillaTransformerForConditionalGeneration])
+def test_each_half_opens_from_the_whole_models_folder(cls, overrides, tmp_path):
+    whole = small_model(cls=cls, **overrides)
+    whole.save_pretrained(tmp_path)
+    for half, side in ((VanillaTransformerEncoder, "encoder"), (VanillaTransformerDecoder, "decoder")):
+        opened, info = half.from_pretrained(tmp_path, output_loading_info=True)
+        assert type(opened) is half
+        assert not info["missing_keys"]
+        expected = getattr(whole.base_model, side).state_dict()
+        assert opened.state_dict().keys() == expected.keys()
+        for name, tensor in opened.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+        opened.save_pretrained(tmp_path / side)
+        again = half.from_pretrained(tmp_path / side)
+        assert torch.equal(again.layers[0].feed_forward.fc1.weight, opened.layers[0].feed_forward.fc1.weight)
+
+
+@pytest.mark.parametrize("cls", [VanillaTransformerModel, AutoModelForSeq2SeqLM, AutoModel, VanillaTransformerDecoder])
+def test_half_a_model_is_not_filled_up_with_random_weights(cls, tmp_path):
+    small_model().get_encoder().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a VanillaTransformerEncoder alone"):
+        cls.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("cls", [VanillaTransformerModel, VanillaTransformerForConditionalGeneration])
+def test_a_tied_checkpoint_opened_untied_starts_with_the_same_numbers(cls, tmp_path):
+    tied = small_model(cls=cls)
+    tied.save_pretrained(tmp_path)
+    untied, info = cls.from_pretrained(tmp_path, tie_word_embeddings=False, output_loading_info=True)
+    assert not info["missing_keys"]
+    for name, tensor in untied.state_dict().items():
+        assert torch.equal(tensor, tied.state_dict()[name]), name
+    decoder = untied.base_model.decoder.embed_tokens.weight
+    assert decoder.data_ptr() != untied.get_input_embeddings().weight.data_ptr()
+    untied.save_pretrained(tmp_path / "untied")
+    with safe_open(tmp_path / "untied" / "model.safetensors", "pt") as file:
+        assert len([name for name in file.keys() if file.get_slice(name).get_shape() == [23, 16]]) == (  # noqa: SIM118
+            2 if cls is VanillaTransformerModel else 3
+        )
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("size,multiple", [(28, None), (20, None), (25, 8)])
+def test_other_ways_of_saving_keep_one_copy_of_a_shared_matrix(tied, tmp_path):
+    model = small_model(tie_word_embeddings=tied)
+    inputs = {"input_ids": words(1, 4), "decoder_input_ids": words(1, 3)}
+    expected = model(**inputs).logits
+    Accelerator().save_model(model, tmp_path / "accelerate")
+    save_model(model, tmp_path / "plain.safetensors")
+    for file in (tmp_path / "accelerate" / "model.safetensors", tmp_path / "plain.safetensors"):
+        with safe_open(file, "pt") as opened:
+            shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
+        assert shapes.count([23, 16]) == (1 if tied else 3)
+        loaded = VanillaTransformerForConditionalGeneration(model.config).eval()
+        load_model(loaded, file)
+        assert torch.equal(loaded(**inputs).logits, expected)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="3KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert torch.equal(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "shards")(**inputs).logits, expected)
+
+
+def test_a_config_that_no_longer_fits_builds_no_model():
+    for name, value in (("num_heads", 7), ("d_model", 18), ("eos_token_id", 1), ("vocab_size", 2)):
+        config = small_config()
+        setattr(config, name, value)
+        for cls in (VanillaTransformerModel, VanillaTransformerForConditionalGeneration):
+            with pytest.raises(ValueError, match=name):
+                cls(config)
+
+
+def test_a_vocabulary_is_not_resized_below_its_special_tokens():
+    model = small_model()
+    with pytest.raises(ValueError, match="eos_token_id"):
+        model.resize_token_embeddings(2)
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == 23
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size,multiple", [(28, None), (20, None), (25, 8), (None, 8)])
 def test_resizing_the_vocabulary_keeps_the_old_words_and_every_shape_together(tied, size, multiple, tmp_path):
     model = small_model(output_bias=True, tie_word_embeddings=tied, label_smoothing=0.0)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.resize_token_embeddings(size, pad_to_multiple_of=multiple)
+    size = size or 23
     rows = size if multiple is None else -(-size // multiple) * multiple
     kept = min(rows, 23)
     batch = training_batch()
@@ -1543,10 +1873,10 @@ def test_resizing_the_vocabulary_keeps_the_old_words_and_every_shape_together(ti
             assert matrix.shape[0] == rows
         if tied:
             assert len({matrix.data_ptr() for matrix in three_matrices(model)}) == 1
-        assert torch.equal(
-            model.state_dict()["model.encoder.embed_tokens.weight"][:kept],
-            old["model.encoder.embed_tokens.weight"][:kept],
-        )
+        for side in ("encoder", "decoder"):
+            name = f"model.{side}.embed_tokens.weight"
+            assert torch.equal(model.state_dict()[name][:kept], old[name][:kept])
+        assert torch.equal(model.lm_head.weight[:kept], old["lm_head.weight"][:kept])
         assert torch.equal(bias[:kept], old["lm_head.bias"][:kept])
         assert torch.equal(bias[kept:], torch.zeros(rows - kept))
         manual = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())

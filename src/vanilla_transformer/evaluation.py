@@ -29,6 +29,7 @@ from vanilla_transformer.translation import (
     length_batches,
     on_one_line,
     pad_rows,
+    position_limit,
     token_limit,
 )
 
@@ -308,10 +309,13 @@ def perplexity(
         logger.info("perplexity: left out %d of %d pairs with a blank side", len(sources) - len(kept), len(sources))
     numbers = [index + 1 for index in kept]
     prefix = getattr(model.config, "prefix", None) or ""
+    positions = position_limit(model)
     source_rows = encode_lines(
-        tokenizer, [prefix + sources[index] for index in kept], numbers, name="source", warn=False
+        tokenizer, [prefix + sources[index] for index in kept], numbers, name="source", warn=False, positions=positions
     )
-    target_rows = encode_lines(tokenizer, [targets[index] for index in kept], numbers, name="target", target=True)
+    target_rows = encode_lines(
+        tokenizer, [targets[index] for index in kept], numbers, name="target", target=True, positions=positions
+    )
     total, tokens = 0.0, 0
     for _, log_probs in _forced_log_probs(model, tokenizer, source_rows, target_rows, tokens_per_batch):
         total -= math.fsum(log_probs)
@@ -413,7 +417,9 @@ def _score_windows(
     names: tuple[str, str],
 ) -> Iterator[PairScore]:
     prefix = getattr(model.config, "prefix", None) or ""
-    limit = token_limit(tokenizer)
+    positions = position_limit(model)
+    limits = [limit for limit in (token_limit(tokenizer), positions) if limit is not None]
+    limit = min(limits, default=None)
     with tqdm(unit=" lines", disable=not progress, file=sys.stderr) as bar:
         while held := list(islice(pairs, window)):
             numbers = [number for number, _, _ in held]
@@ -436,7 +442,9 @@ def _score_windows(
             left = [index for index, score in enumerate(scores) if score is None]
             bar.update(len(held) - len(left))
             visible = [prefix + held[index][1] for index in left]
-            source_rows = encode_lines(tokenizer, visible, [numbers[index] for index in left], name=names[0])
+            source_rows = encode_lines(
+                tokenizer, visible, [numbers[index] for index in left], name=names[0], positions=positions
+            )
             target_rows = [rows[index] for index in left]
             for place, log_probs in _forced_log_probs(model, tokenizer, source_rows, target_rows, tokens_per_batch):
                 scores[left[place]] = PairScore(target_rows[place], log_probs)

@@ -950,7 +950,10 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         if attention_mask is not None and attention_mask.ndim == 4:
             given_mask = boolean_causal_mask(attention_mask.to(inputs.device), rows, length, key_length)
         else:
-            kept = boolean_mask(attention_mask, (rows, past + length), "decoder_attention_mask")
+            so_far = past + length
+            if attention_mask is not None and isinstance(past, torch.Tensor):  # of a static cache
+                so_far = attention_mask.shape[1] if torch.compiler.is_compiling() else int(past) + length
+            kept = boolean_mask(attention_mask, (rows, so_far), "decoder_attention_mask")
 
         # Without padding a token's position is its index; with padding, the number of kept tokens before it.
         index = torch.arange(length, device=inputs.device) + past

@@ -33,7 +33,8 @@ class VanillaTransformerTranslationPipeline(Pipeline):
     `[{"translation_text": str}]`, a list of strings a list of such dictionaries in the same order (with
     `num_return_sequences` above 1: a list of lists), a generator or dataset an iterator of lists. White space alone
     translates to the empty string (as token ids: padding) and never reaches the model. A text longer than the
-    tokenizer's `model_max_length` is cut there, the end of sentence kept, with a warning.
+    tokenizer's `model_max_length`, or than the model has positions for, is cut there, the end of sentence kept, with a
+    warning.
 
     Call-time arguments: `return_tensors=True` gives `translation_token_ids` in place of the text,
     `clean_up_tokenization_spaces`, `truncation`, `src_lang` and `tgt_lang` (tokenizers of multilingual models),
@@ -134,13 +135,15 @@ class VanillaTransformerTranslationPipeline(Pipeline):
         blank = not text.strip()
         # In place of a blank text anything will do, for its mask hides it; but a batch needs the same keys.
         text = self._task_prefix() + ("." if blank else text)
-        limit = tokenizer.model_max_length
+        limit, reason = tokenizer.model_max_length, "the tokenizer's model_max_length"
+        positions = getattr(self.model.config, "max_position_embeddings", None) or limit
+        if positions < limit and getattr(self.model.config, "position_embedding", None) != "sinusoidal":
+            limit, reason = positions, "the model's max_position_embeddings"
         encoded = encode(text, truncation=False, verbose=False)
         length = encoded["input_ids"].shape[1]
         if truncation is not False and limit < NO_LENGTH_LIMIT and length > limit:
             logger.warning(
-                f"a text of {length} tokens is longer than the tokenizer's model_max_length of {limit} and was cut "
-                f"there: {text!r:.60}"
+                f"a text of {length} tokens is longer than {reason} of {limit} and was cut there: {text!r:.60}"
             )
             encoded = encode(text, truncation=True, max_length=limit)
         names = ("input_ids", "attention_mask", "forced_bos_token_id")

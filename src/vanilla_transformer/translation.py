@@ -92,9 +92,9 @@ def translate_lines(
 
     `window` lines are read, translated in batches of like length, and handed out in order before the next are read.
     The model runs in evaluation mode and on its own device. A line of white space alone translates to the empty
-    string and never reaches the model. A line of more tokens than `tokenizer.model_max_length` is cut there, the end
-    of sentence kept, with a warning. Batches change a floating-point result by about 1e-6, which can only decide
-    between translations that are equally good to that precision.
+    string and never reaches the model. A line of more tokens than `tokenizer.model_max_length`, or than the model has
+    positions for, is cut there, the end of sentence kept, with a warning. Batches change a floating-point result by
+    about 1e-6, which can only decide between translations that are equally good to that precision.
 
     Args:
         model: A sequence-to-sequence model.
@@ -195,6 +195,7 @@ class _Decoder:
             [self.prefix + lines[index] for index in visible],
             [numbers[index] for index in visible],
             name=name,
+            positions=position_limit(self.model),
         )
         with evaluation_mode(self.model):
             for batch in self.batches(rows):
@@ -307,6 +308,13 @@ def json_line(record: Any) -> str:
     return json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
 
 
+def position_limit(model: Any) -> int | None:
+    """Tokens that a model has positions for; None where there is no end to them, as with the paper's sinusoids."""
+    if getattr(model.config, "position_embedding", None) == "sinusoidal":
+        return None
+    return getattr(model.config, "max_position_embeddings", None)
+
+
 def on_one_line(text: str) -> str:
     r"""The text with each run of line breaks (``\n``, ``\r``) as one space: one translation is one line of a file."""
     return _LINE_BREAKS.sub(" ", text)
@@ -321,8 +329,9 @@ def encode_lines(
     target: bool = False,
     cut: bool = True,
     warn: bool = True,
+    positions: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of each line, at most `tokenizer.model_max_length` of them, end of sentence kept.
+    """Token ids of each line, at most `tokenizer.model_max_length` or `positions` of them, end of sentence kept.
 
     Args:
         tokenizer: Any tokenizer that closes a text with the end of sentence.
@@ -332,6 +341,7 @@ def encode_lines(
         target: Whether the lines are of the target language, for tokenizers that tell the two apart.
         cut: Whether to cut longer lines; False leaves them as they are.
         warn: Whether to warn of lines that were cut.
+        positions: The `position_limit` of the model that the lines are for.
 
     Raises:
         ValueError: A line holds half of a surrogate pair, which is no character and which no file in UTF-8 has.
@@ -348,18 +358,16 @@ def encode_lines(
             ) from None
     key = "text_target" if target else "text"
     rows = tokenizer(**{key: list(lines)}, truncation=False, padding=False, verbose=False)["input_ids"]
-    limit = token_limit(tokenizer)
+    limit, reason = token_limit(tokenizer), "the tokenizer's model_max_length"
+    if positions is not None and (limit is None or positions < limit):
+        limit, reason = positions, "the model's max_position_embeddings"
     if limit is None or not cut:
         return rows
     for index, row in enumerate(rows):
         if len(row) > limit:
             if warn:
                 logger.warning(
-                    "%s, line %d: cut from %d to %d tokens, the tokenizer's model_max_length",
-                    name,
-                    numbers[index],
-                    len(row),
-                    limit,
+                    "%s, line %d: cut from %d to %d tokens, %s", name, numbers[index], len(row), limit, reason
                 )
             rows[index] = tokenizer(**{key: lines[index]}, truncation=True, max_length=limit)["input_ids"]
     return rows

@@ -26,7 +26,7 @@ from vanilla_transformer.training import (
     bfloat16_gain,
     last_whole_checkpoint,
 )
-from vanilla_transformer.translation import load_translator
+from vanilla_transformer.translation import load_translator, position_limit
 
 
 logger = logging.get_logger(__name__)
@@ -122,6 +122,9 @@ def main(argv: list[str]) -> int:
     with training_arguments.main_process_first(desc="reading the corpus"):
         training_pairs, validation_pairs = open_corpora(arguments)
     model, tokenizer = open_or_make_model(arguments, training_arguments, training_pairs)
+    positions = position_limit(model)
+    if positions is not None:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
     with training_arguments.main_process_first(desc="encoding the corpus"):
         limits: dict[str, Any] = {
             "max_source_tokens": arguments.max_source_tokens,
