@@ -14,6 +14,7 @@ from small_models import SMALL, small_config, small_model
 from vanilla_transformer import (
     VanillaTransformerConfig,
     VanillaTransformerForConditionalGeneration,
+    VanillaTransformerModel,
     list_presets,
 )
 
@@ -155,6 +156,7 @@ def test_the_words_of_the_hub_name_the_same_fields():
         ({"d_model": 6, "num_heads": 4, "d_v": 2}, ["d_model=6", "num_heads=4"]),
         ({"pad_token_id": 2}, ["pad_token_id", "eos_token_id", "2"]),
         ({"pad_token_id": 5, "eos_token_id": [2, 5]}, ["pad_token_id", "eos_token_id"]),
+        ({"bos_token_id": None}, ["decoder_start_token_id", "bos_token_id"]),
         ({"vocab_size": 0}, ["vocab_size", "0"]),
         ({"vocab_size": -5}, ["vocab_size", "-5"]),
         ({"d_model": -8}, ["d_model", "-8"]),
@@ -346,6 +348,66 @@ def test_generation_settings_in_an_old_config_json_move_to_the_generation_settin
     assert not set(DECODING) & set(json.loads((tmp_path / "again" / "config.json").read_text()))
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
     assert {name: getattr(again.generation_config, name) for name in DECODING} == DECODING
+
+
+def test_generation_settings_survive_a_config_that_is_saved_alone_or_with_the_base_model(tmp_path):
+    config = small_config(**DECODING)
+    config.save_pretrained(tmp_path / "config")
+    VanillaTransformerModel(small_config(**DECODING)).save_pretrained(tmp_path / "base")
+    for model in (
+        AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(tmp_path / "config")),
+        AutoModelForSeq2SeqLM.from_config(VanillaTransformerConfig.from_dict(config.to_dict())),
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base"),
+    ):
+        assert {name: getattr(model.generation_config, name) for name in DECODING} == DECODING
+        model.save_pretrained(tmp_path / "whole")
+        assert not set(DECODING) & set(json.loads((tmp_path / "whole" / "config.json").read_text()))
+    for _ in range(2):  # a config serves several models, and saving one takes nothing from it
+        model = VanillaTransformerForConditionalGeneration(config)
+        assert model.generation_config.num_beams == DECODING["num_beams"]
+        model.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.usefixtures("_hear_transformers")
+def test_generation_settings_given_while_loading_count_more_than_the_folder(caplog, tmp_path):
+    small_model().save_pretrained(tmp_path)
+    with caplog.at_level("WARNING"):
+        config = AutoConfig.from_pretrained(tmp_path, **DECODING)
+    assert any("num_beams" in record.getMessage() for record in caplog.records)
+    for model in (
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path, config=config),
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path, config=small_config(**DECODING)),
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path, **DECODING),
+    ):
+        assert {name: getattr(model.generation_config, name) for name in DECODING} == DECODING
+        assert model.generation_config.length_penalty_type == "gnmt"
+        model.save_pretrained(tmp_path / "again")
+        again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
+        assert {name: getattr(again.generation_config, name) for name in DECODING} == DECODING
+
+
+@pytest.mark.usefixtures("_hear_transformers")
+def test_of_two_files_that_disagree_generation_config_json_counts_with_a_warning(caplog, tmp_path):
+    small_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_beams": 7}))
+    with caplog.at_level("WARNING"):
+        model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert model.generation_config.num_beams == 4
+    assert any("7 in config.json and 4 in generation_config.json" in each.getMessage() for each in caplog.records)
+
+
+@pytest.mark.usefixtures("_hear_transformers")
+@pytest.mark.parametrize("name,value", [("pad_token_id", 2), ("eos_token_id", 1), ("eos_token_id", [2, 1])])
+def test_padding_set_to_the_end_of_sentence_later_is_warned_of_and_builds_no_model(name, value, caplog):
+    config = small_config()
+    with caplog.at_level("WARNING"):
+        setattr(config, name, value)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "pad_token_id" in message
+    assert "eos_token_id" in message
+    with pytest.raises(ValueError, match="pad_token_id"):
+        VanillaTransformerForConditionalGeneration(config)
 
 
 @pytest.mark.parametrize(

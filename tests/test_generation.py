@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
+    EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -384,6 +386,31 @@ def test_n_best_lists_of_many_models_are_the_head_of_all_there_is(kind, power):
     assert lengths == {1, 2, 3}
 
 
+@pytest.mark.parametrize("kind", ["gnmt", "hub"])
+def test_without_a_penalty_the_patient_search_finds_the_most_probable_of_all_sequences(kind):
+    lengths = set()
+    for seed in range(3, 9):
+        model = tiny_vocabulary_model(seed)
+        source = [3, 0, 3, 2][seed % 3 :]
+        expected = reference_sentence(model, source).all_hypotheses(5, reference.power_penalty(0.0))[:2]
+        output = model.generate(
+            torch.tensor([source]),
+            num_beams=4**4,
+            num_return_sequences=2,
+            max_new_tokens=5,
+            length_penalty=0.0,
+            length_penalty_type=kind,
+            early_stopping="never",
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        for (score, ids), row, given in zip(expected, output.sequences, output.sequences_scores, strict=True):
+            assert row.tolist()[: 1 + len(ids)] == [0, *ids]
+            assert given.item() == pytest.approx(score, abs=1e-5)
+            lengths.add(len(ids))
+    assert len(lengths) > 1
+
+
 def test_the_paper_ranks_otherwise_than_the_hub_somewhere():
     differ = 0
     for seed in range(3, 11):
@@ -494,8 +521,9 @@ def test_beams_keep_their_own_cache_after_reordering(attention, num_beams):
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
-def test_a_static_cache_generates_the_same(num_beams):
-    model = translating_model()
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_static_cache_generates_the_same(attention, num_beams):
+    model = translating_model(attention)
     for sources in (SOURCES, SOURCES[:1], [*SOURCES, *SOURCES]):  # another length and batch each time
         expected, _ = translate(model, sources, num_beams=num_beams, max_new_tokens=12)
         given, _ = translate(model, sources, num_beams=num_beams, max_new_tokens=12, cache_implementation="static")
@@ -737,6 +765,31 @@ def test_under_constraints_too_a_translation_does_not_depend_on_its_neighbours(s
             assert [(len(ids) - 1, ids[-1]) for ids in alone] == [(len(source) + 3, 2)] * returned
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_static_cache_of_the_callers_own_serves_one_call_after_the_other(attention):
+    model = translating_model(attention)
+    cache = EncoderDecoderCache(
+        StaticCache(config=model.config, max_cache_len=40), StaticCache(config=model.config, max_cache_len=12)
+    )
+    for sources in ([*SOURCES, SOURCES[0]], SOURCES[:2], [*SOURCES, SOURCES[0]]):
+        expected, _ = translate(model, sources, num_beams=1)
+        assert translate(model, sources, num_beams=1, cache=cache)[0] == expected
+        for part in (cache.self_attention_cache, cache.cross_attention_cache):
+            for layer in part.layers:
+                layer.keys.fill_(1e3)
+                layer.values.fill_(1e3)
+        cache.reset()
+
+
+def test_drafts_of_an_assistant_or_of_the_source_do_not_change_the_translation():
+    model = translating_model(tie_word_embeddings=False, norm_first=True)
+    assistant = translating_model(seed=3)
+    for source in SOURCES:
+        expected = model.generate(torch.tensor([source]), num_beams=1)
+        for kwargs in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+            assert torch.equal(model.generate(torch.tensor([source]), num_beams=1, **kwargs), expected)
+
+
 # rows of a batch -------------------------------------------------------------------------------------
 
 
@@ -869,10 +922,14 @@ def test_encoder_outputs_of_any_form_and_inputs_embeds_give_what_input_ids_give(
     common = {"attention_mask": mask, "num_beams": num_beams, "num_return_sequences": returned}
     expected = model.generate(ids, **common)
     assert expected.shape[0] == 2 * returned
-    for form in ("as_it_is", "tuple", "tensor", "base"):
+    for form in ("as_it_is", "tuple", "list", "dictionary", "tensor", "base"):
         encoded = model.get_encoder()(ids, attention_mask=mask)
         if form == "tuple":
             encoded = encoded.to_tuple()
+        elif form == "list":
+            encoded = [encoded.last_hidden_state]
+        elif form == "dictionary":
+            encoded = dict(encoded)
         elif form == "tensor":
             encoded = encoded.last_hidden_state
         elif form == "base":
@@ -913,8 +970,50 @@ def test_decoder_prompts_of_different_lengths_continue_as_they_do_alone(num_beam
                 torch.testing.assert_close(step[row], expected[0], atol=1e-5, rtol=1e-5)
 
 
+PROMPTS = {  # with padding "p" and start "s"; alone, a row is completed with the start if it lacks it
+    "both_start": ["pps9", "s789"],
+    "both_start_after_padding": ["pps9", "ps89"],
+    "neither_starts": ["pp94", "3789"],
+    "neither_starts_after_padding": ["pp94", "p789"],
+    "one_starts": ["s394", "3789"],
+    "one_starts_after_padding": ["pps9", "p389"],
+}
+
+
+@pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("start,pad", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("given_mask", [True, False])
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+def test_each_decoder_prompt_begins_as_it_does_alone(prompts, start, pad, given_mask, cache_implementation):
+    overrides = {"norm_first": True, "tie_word_embeddings": False}
+    model = small_model(bos_token_id=start, pad_token_id=pad, seed=4, **overrides)
+    source = torch.tensor([SOURCES[1], SOURCES[1]])
+    rows = [[{"p": pad, "s": start}.get(sign) if sign in "ps" else int(sign) for sign in row] for row in prompts]
+    ids = torch.tensor(rows)
+    common = {
+        "max_new_tokens": 6,
+        "num_beams": 1,
+        "suppress_tokens": [pad, 2],
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    mask = {"decoder_attention_mask": ids.ne(pad).long()} if given_mask else {}
+    together = model.generate(
+        source, decoder_input_ids=ids, cache_implementation=cache_implementation, **mask, **common
+    )
+    for row, prompt in enumerate(rows):
+        kept = [token for token in prompt if token != pad]
+        kept = kept if kept[0] == start else [start, *kept]
+        alone = model.generate(source[:1], decoder_input_ids=torch.tensor([kept]), **common)
+        assert alone.sequences[0, : len(kept)].tolist() == kept
+        assert together.sequences[row, -6:].tolist() == alone.sequences[0, -6:].tolist()
+        for step, expected in zip(together.logits, alone.logits, strict=True):
+            torch.testing.assert_close(step[row], expected[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_decoding_goes_on_past_max_position_embeddings(use_cache):
+def test_decoding_goes_on_past_max_position_embeddings(use_cache, cache_implementation):
     sizes = {"d_model": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
     model = small_model(**sizes)
     source = [5, 9, 4, 2]
@@ -923,6 +1022,7 @@ def test_decoding_goes_on_past_max_position_embeddings(use_cache):
         num_beams=1,
         max_new_tokens=40,
         use_cache=use_cache,
+        cache_implementation=cache_implementation if use_cache else None,
         suppress_tokens=[2],
         return_dict_in_generate=True,
         output_logits=True,
@@ -938,9 +1038,15 @@ def test_learned_positions_end_with_an_error_that_names_the_limit(num_beams, cac
     model = small_model(position_embedding="learned", max_position_embeddings=16)
     source = torch.tensor([[5, 9, 2]])
     common = {"num_beams": num_beams, "cache_implementation": cache_implementation, **NO_END}
-    assert model.generate(source, max_new_tokens=15, **common).shape == (1, 16)
-    with pytest.raises(ValueError, match="max_position_embeddings"):
-        model.generate(source, max_new_tokens=20, **common)
+    assert model.generate(source, max_new_tokens=16, **common).shape == (1, 17)
+    assert model.generate(source, max_length=17, **common).shape == (1, 17)
+    assert model.generate(source, **common).shape == (1, 17)  # 3 + 50, were there as many positions
+    calls = []
+    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for limit in ({"max_new_tokens": 17}, {"max_length": 18}, {"generation_config": GenerationConfig(max_length=40)}):
+        with pytest.raises(ValueError, match="max_position_embeddings=16"):
+            model.generate(source, **limit, **common)
+    assert not calls  # nothing is decoded and lost
 
 
 @pytest.mark.parametrize(
@@ -968,6 +1074,60 @@ def test_the_first_decoder_token_of_generate_is_that_of_training(fields, start, 
         first = each.generate(torch.tensor([[5, 9, 2]]), num_beams=1, max_new_tokens=2)[0, 0].item()
         assert first == start == each.config.decoder_start_token_id
         assert each.prepare_decoder_input_ids_from_labels(labels=labels)[0, 0].item() == start
+
+
+def first_of_generate(model, **kwargs) -> int:
+    return model.generate(torch.tensor([[5, 9, 2]]), num_beams=1, max_new_tokens=2, **kwargs)[0, 0].item()
+
+
+def test_the_start_token_of_training_counts_whatever_the_settings_lack_or_say(tmp_path, caplog):
+    labels = torch.tensor([[5, 6, 2]])
+    model = small_model(bos_token_id=7)
+    model.save_pretrained(tmp_path)
+    for settings in (GenerationConfig(num_beams=2), GenerationConfig(bos_token_id=5, num_beams=2)):
+        model.generation_config = settings
+        assert first_of_generate(model) == 7
+        settings.save_pretrained(tmp_path)
+        assert first_of_generate(AutoModelForSeq2SeqLM.from_pretrained(tmp_path)) == 7
+
+    small_model(bos_token_id=7).save_pretrained(tmp_path)
+    config = VanillaTransformerConfig.from_pretrained(tmp_path, decoder_start_token_id=9)
+    later = small_model()
+    later.config.decoder_start_token_id = 9
+    for model in (
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path, config=config),
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path, decoder_start_token_id=9),
+        later,
+    ):
+        assert first_of_generate(model) == 9 == model.prepare_decoder_input_ids_from_labels(labels)[0, 0].item()
+        assert first_of_generate(model, decoder_start_token_id=4) == 4  # but a call is obeyed
+        assert first_of_generate(model, generation_config=GenerationConfig(decoder_start_token_id=4)) == 4
+
+
+def test_a_start_token_in_the_settings_that_is_not_that_of_training_is_warned_of(caplog):
+    model = small_model()
+    model.generation_config.decoder_start_token_id = 9
+    logging.enable_propagation()
+    logging.warning_once.cache_clear()
+    try:
+        with caplog.at_level("WARNING"):
+            assert first_of_generate(model) == 0
+    finally:
+        logging.disable_propagation()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "decoder_start_token_id=9" in message
+    assert "decoder_start_token_id=0" in message
+
+
+def test_settings_without_special_tokens_end_and_pad_as_the_configuration_says():
+    model = translating_model(seed=5, norm_first=True, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.bias[2] = 4.0
+    ids, mask = padded(SOURCES)
+    expected = model.generate(ids, attention_mask=mask, num_beams=1, max_new_tokens=30)
+    assert len({len(trimmed(row)) for row in expected}) > 1
+    model.generation_config = GenerationConfig(num_beams=1)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=30), expected)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from transformers import pipeline, pipelines
+from transformers import LogitsProcessor, LogitsProcessorList, pipeline, pipelines
 from transformers.pipelines.pt_utils import KeyDataset
 
 from conftest import TINY_CORPUS
@@ -234,6 +234,50 @@ def test_an_overlong_text_is_cut_with_the_end_kept_and_a_warning(model, tiny_tok
         assert seen[1].tolist() == [ids]
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_text_beyond_max_position_embeddings_does_not_stop_its_neighbours(
+    tiny_tokenizer, caplog, positions, batch_size
+):
+    model = varied_model(tiny_tokenizer, position_embedding=positions, max_position_embeddings=32)
+    translator = pipeline("translation", model=model, tokenizer=tiny_tokenizer, device="cpu")
+    long = " ".join(["a"] * 199)
+    length = len(tiny_tokenizer(long)["input_ids"])
+    assert length >= 200
+    cut = 32 if positions == "learned" else None
+    ids = tiny_tokenizer(long, truncation=True, max_length=cut)["input_ids"]
+    expected = [
+        tiny_tokenizer.decode(model.generate(torch.tensor([row]))[0], skip_special_tokens=True)
+        for row in (tiny_tokenizer(SOURCES[0])["input_ids"], ids, tiny_tokenizer(SOURCES[1])["input_ids"])
+    ]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        assert translator([SOURCES[0], long, SOURCES[1]], batch_size=batch_size) == records(expected)
+    finally:
+        logger.removeHandler(caplog.handler)
+    warnings = {record.getMessage() for record in caplog.records if "tokens is longer" in record.getMessage()}
+    assert len(warnings) == (0 if cut is None else 1)
+    for message in warnings:
+        assert f"{length} tokens" in message
+        assert "max_position_embeddings of 32" in message
+
+
+def test_a_translation_of_60_tokens_needs_no_length_argument(model, tiny_tokenizer, translator):
+    class Script(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            forced = torch.full_like(scores, -1e4)
+            forced[:, tiny_tokenizer.eos_token_id if input_ids.shape[1] == 60 else 40] = 0
+            return forced
+
+    model = copy.deepcopy(model)
+    model.generation_config.max_new_tokens_over_source = 50
+    translator = pipeline("translation", model=model, tokenizer=tiny_tokenizer, device="cpu")
+    (record,) = translator(SOURCES[0], return_tensors=True, logits_processor=LogitsProcessorList([Script()]))
+    assert len(tiny_tokenizer(SOURCES[0])["input_ids"]) >= 10
+    assert record["translation_token_ids"].tolist()[1:] == [40] * 59 + [tiny_tokenizer.eos_token_id]
 
 
 # --- How it is made --------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_each_line_is_translated_as_if_alone(tiny_tokenizer, make, settings):
     model = make(tiny_tokenizer)
     expected = [by_hand(model, tiny_tokenizer, line, **settings) for line in SOURCES]
     assert len(set(expected)) >= 4
-    for options in ({}, {"window": 4, "tokens_per_batch": 120}):
+    for options in ({}, {"window": 4, "tokens_per_batch": 120}, {"tokens_per_batch": 1}):
         assert first_texts(model, tiny_tokenizer, SOURCES, **options, **settings) == expected
 
 
@@ -190,6 +190,32 @@ def test_an_overlong_line_is_cut_with_the_end_kept_and_one_warning(caplog):
     assert "from 9 to 8 tokens" in warnings[0]
     assert "text.en, line 14" in warnings[1]
     assert "from 13 to 8 tokens" in warnings[1]
+
+
+@pytest.mark.parametrize("make", ["learned", "marian", "sinusoidal"])
+def test_a_line_beyond_the_models_positions_does_not_stop_its_neighbours(tiny_tokenizer, caplog, make):
+    if make == "marian":  # of transformers, with a table of 64
+        model, limit = varied_marian(tiny_tokenizer), 64
+    else:
+        model, limit = varied_model(tiny_tokenizer, position_embedding=make, max_position_embeddings=32), 32
+    long = " ".join(["a"] * 199)
+    lines = [SOURCES[0], long, SOURCES[1]]
+    assert len(tiny_tokenizer(long)["input_ids"]) >= 200
+    with caplog.at_level(logging.WARNING):
+        got = first_texts(model, tiny_tokenizer, lines, name="text.en")
+    cut = None if make == "sinusoidal" else limit
+    ids = tiny_tokenizer(long, truncation=True, max_length=cut)["input_ids"]
+    assert ids[-1] == tiny_tokenizer.eos_token_id
+    expected = tiny_tokenizer.decode(model.generate(torch.tensor([ids]))[0], skip_special_tokens=True)
+    assert got == [by_hand(model, tiny_tokenizer, lines[0]), expected, by_hand(model, tiny_tokenizer, lines[2])]
+    warnings = [record.getMessage() for record in caplog.records if "cut from" in record.getMessage()]
+    if cut is None:
+        assert not warnings
+    else:
+        (message,) = warnings
+        assert "text.en, line 2" in message
+        assert f"from {len(tiny_tokenizer(long)['input_ids'])} to {limit} tokens" in message
+        assert "max_position_embeddings" in message
 
 
 # --- Mode of the model ---------------------------------------------------------------------------------------------

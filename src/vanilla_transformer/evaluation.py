@@ -432,7 +432,7 @@ def _score_windows(
                     scores[index] = PairScore(row, [-math.inf] * len(row)) if texts[index] else PairScore([], [])
                 elif limit is not None and len(row) > limit:
                     logger.warning(
-                        "%s, line %d: %d tokens are more than the %d of the tokenizer's model_max_length; not scored",
+                        "%s, line %d: %d tokens are more than the %d that tokenizer and model take; not scored",
                         names[1],
                         number,
                         len(row),
