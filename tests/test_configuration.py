@@ -399,15 +399,16 @@ def test_of_two_files_that_disagree_generation_config_json_counts_with_a_warning
 
 @pytest.mark.usefixtures("_hear_transformers")
 @pytest.mark.parametrize("name,value", [("pad_token_id", 2), ("eos_token_id", 1), ("eos_token_id", [2, 1])])
-def test_padding_set_to_the_end_of_sentence_later_is_warned_of_and_builds_no_model(name, value, caplog):
+def test_padding_set_to_the_end_of_sentence_later_is_warned_of_and_refused_once_saved(name, value, caplog, tmp_path):
     config = small_config()
     with caplog.at_level("WARNING"):
         setattr(config, name, value)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "pad_token_id" in message
     assert "eos_token_id" in message
+    config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="pad_token_id"):
-        VanillaTransformerForConditionalGeneration(config)
+        AutoConfig.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

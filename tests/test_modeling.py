@@ -1838,7 +1838,7 @@ def test_other_ways_of_saving_keep_one_copy_of_a_shared_matrix(tied, tmp_path):
 
 
 def test_a_config_that_no_longer_fits_builds_no_model():
-    for name, value in (("num_heads", 7), ("d_model", 18), ("eos_token_id", 1), ("vocab_size", 2)):
+    for name, value in (("num_heads", 7), ("d_model", 18), ("eos_token_id", 23), ("vocab_size", 2)):
         config = small_config()
         setattr(config, name, value)
         for cls in (VanillaTransformerModel, VanillaTransformerForConditionalGeneration):

@@ -1014,7 +1014,9 @@ def test_evaluation_leaves_the_models_decoding_as_it_was(tmp_path, tiny_tokenize
     options = {} if cls is VanillaTransformerTrainer else {"data_collator": TranslationCollator(PAD)}
     trainer = evaluator(tmp_path, endless, tiny_tokenizer, cls, options=options)
     trainer.evaluate()
-    trainer.predict(dataset)
+    predicted = trainer.predict(dataset).predictions
+    for ids, expected in zip(unpadded(predicted, PAD), before, strict=True):
+        assert len(ids) == expected.shape[1] > 21
     for row, expected in zip(dataset, before, strict=True):
         assert torch.equal(model.generate(torch.tensor([row["input_ids"]])), expected)
     trainer.save_model(str(tmp_path / "saved"))

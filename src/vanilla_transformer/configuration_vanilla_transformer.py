@@ -229,10 +229,21 @@ class VanillaTransformerConfig(PretrainedConfig):
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.bos_token_id
         self.auto_map = {**AUTO_MAP, **without_repository(getattr(self, "auto_map", None) or {})}
-        self.check()
+        self.check_values()
+        if self.pad_token_id in self._end_ids():
+            raise ValueError(
+                f"pad_token_id must differ from eos_token_id, got {self.pad_token_id} for both: an end of sentence "
+                "would be masked as padding; give the tokenizer a padding token of its own."
+            )
 
-    def check(self) -> None:
-        """Raises ValueError for values that cannot be or do not fit together; a model calls it when it is built."""
+    def _end_ids(self) -> list[int | None]:
+        return list(self.eos_token_id) if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+
+    def check_values(self) -> None:
+        """Raises ValueError for values that cannot be or do not fit together.
+
+        A model that is built calls it again, for a field may have been set in between.
+        """
         if not self.is_encoder_decoder:
             raise ValueError("is_encoder_decoder must be True, got False: the model has an encoder and a decoder.")
         for name in ("vocab_size", "d_model", "d_ff", "num_heads", "encoder_layers", "decoder_layers"):
@@ -266,19 +277,13 @@ class VanillaTransformerConfig(PretrainedConfig):
                 f"position_embedding must be one of {', '.join(POSITION_EMBEDDINGS)}, "
                 f"got position_embedding={self.position_embedding!r}."
             )
-        end_ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
-        if self.pad_token_id in end_ids:
-            raise ValueError(
-                f"pad_token_id must differ from eos_token_id, got {self.pad_token_id} for both: an end of sentence "
-                "would be masked as padding; give the tokenizer a padding token of its own."
-            )
         if self.decoder_start_token_id is None:
             raise ValueError("decoder_start_token_id must be given where bos_token_id is None, got None for both.")
         for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < self.vocab_size:
                 raise ValueError(f"{name} must lie in [0, vocab_size={self.vocab_size}), got {name}={value}.")
-        for value in end_ids:
+        for value in self._end_ids():
             if value is not None and not 0 <= value < self.vocab_size:
                 raise ValueError(f"eos_token_id must lie in [0, vocab_size={self.vocab_size}), got {value}.")
 
@@ -289,14 +294,14 @@ class VanillaTransformerConfig(PretrainedConfig):
                 f"set model.generation_config.{name} = {value!r} instead."
             )
         super().__setattr__(name, value)
-        if name in ("pad_token_id", "eos_token_id") and "_moved_generation_settings" in vars(self):
-            end_ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
-            if self.pad_token_id in end_ids:  # not an error: the other of the two may be about to be set
-                logger.warning(
-                    f"pad_token_id and eos_token_id are both {self.pad_token_id} now: no model can be built so, and "
-                    "where no attention_mask is given, ends of sentences are masked as padding; choose another "
-                    "pad_token_id."
-                )
+        # Not an error: the other of the two may be about to be set.
+        is_special = name in ("pad_token_id", "eos_token_id") and "_moved_generation_settings" in vars(self)
+        if is_special and self.pad_token_id in self._end_ids():
+            logger.warning(
+                f"pad_token_id and eos_token_id are both {self.pad_token_id} now: where no attention_mask is given, "
+                "ends of sentences are masked as padding, and the configuration, once saved, is refused; choose "
+                "another pad_token_id."
+            )
 
     @property
     def head_dimensions(self) -> tuple[int, int]:

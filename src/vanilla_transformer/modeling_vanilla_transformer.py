@@ -568,7 +568,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: VanillaTransformerConfig, *args: Any, **kwargs: Any):
         if isinstance(config, VanillaTransformerConfig):
-            config.check()  # fields may have been set since its construction
+            config.check_values()  # fields may have been set since its construction
         super().__init__(config, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -600,7 +600,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         if new_num_tokens is not None:
             resized = copy.copy(self.config)
             resized.vocab_size = new_num_tokens
-            resized.check()
+            resized.check_values()
         old_vocab_size = self.config.vocab_size
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         bias = getattr(self.get_output_embeddings(), "bias", None)
