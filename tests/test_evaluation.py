@@ -227,6 +227,15 @@ def test_perplexity_is_over_all_target_tokens_whatever_the_batches(tiny_tokenize
     assert got == pytest.approx(expected, rel=1e-4)
 
 
+def test_perplexity_cuts_both_sides_at_learned_positions(tiny_tokenizer):
+    model = varied_model(tiny_tokenizer, position_embedding="learned", max_position_embeddings=16)
+    text = "a b c d e f g h i j k l m n o p q r"
+    cut = tiny_tokenizer.decode(tiny_tokenizer(text, truncation=True, max_length=16)["input_ids"][:-1])
+    assert len(tiny_tokenizer(text)["input_ids"]) > 17 > len(tiny_tokenizer(cut)["input_ids"])
+    expected = perplexity(model, tiny_tokenizer, [cut], [cut])
+    assert perplexity(model, tiny_tokenizer, [text], [text]) == pytest.approx(expected, rel=1e-6)
+
+
 def test_perplexity_knows_neither_dropout_nor_label_smoothing_and_leaves_the_mode(tiny_tokenizer):
     sources, targets = zip(*TINY_CORPUS, strict=True)
     expected = perplexity(varied_model(tiny_tokenizer), tiny_tokenizer, sources, targets)

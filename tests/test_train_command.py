@@ -224,6 +224,21 @@ def test_a_tokenizer_can_be_brought_along(tmp_path, run, files):
     assert (run / "tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
 
 
+def test_pairs_beyond_learned_positions_are_dropped_and_the_tokenizer_knows_the_limit(tmp_path):
+    long = ("one train . " * 30, "ein Zug . " * 30)
+    text = {
+        f"--train_{side}": write_lines(tmp_path / side, [pair[index] for pair in [*PAIRS[:20], long]])
+        for index, side in enumerate(("source", "target"))
+    }
+    learned = ["position_embedding=learned", "max_position_embeddings=24"]
+    shape = ["--preset", "tiny", "--config_overrides", *SHAPE, *learned, "--vocab_size", "300"]
+    output = tmp_path / "model"
+    assert train(*flags(text), *shape, *QUICK, "--num_train_epochs", "1", "--output_dir", output) == 0
+    model, tokenizer = load_translator(output)
+    assert tokenizer.model_max_length == 24
+    assert len(list(translate_lines(model, tokenizer, [PAIRS[0][0], long[0]], num_beams=1))) == 2
+
+
 @pytest.fixture(scope="module")
 def local_dataset(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("dataset") / "pairs.jsonl"
