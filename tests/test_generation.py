@@ -73,7 +73,7 @@ def translate(model, sources: list[list[int]], side: str = "right", width: int |
     return [trimmed(row) for row in output.sequences], getattr(output, "sequences_scores", None)
 
 
-# the defaults and their survival ---------------------------------------------------------------------
+# the defaults and their survival ----------------------------------------------------------------
 
 
 def settings_of(model) -> dict:
@@ -224,7 +224,7 @@ def test_the_default_call_warns_of_nothing(caplog, recwarn):
     assert [str(warning.message) for warning in recwarn.list] == []
 
 
-# the limit -------------------------------------------------------------------------------------------
+# the limit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_an_impossible_setting_is_refused(kwargs, word):
     assert word in str(error.value)
 
 
-# beam search and its penalty -------------------------------------------------------------------------
+# beam search and its penalty --------------------------------------------------------------------
 
 
 def tiny_vocabulary_model(seed: int, vocab_size: int = 4, **overrides):
@@ -530,7 +530,7 @@ def test_a_static_cache_generates_the_same(attention, num_beams):
         assert given == expected
 
 
-# constraints -----------------------------------------------------------------------------------------
+# --- Constraints ---------------------------------------------------------------------------------------
 
 
 def various_model(seed: int):
@@ -790,7 +790,7 @@ def test_drafts_of_an_assistant_or_of_the_source_do_not_change_the_translation()
             assert torch.equal(model.generate(torch.tensor([source]), num_beams=1, **kwargs), expected)
 
 
-# rows of a batch -------------------------------------------------------------------------------------
+# rows of a batch --------------------------------------------------------------------------------
 
 
 def test_the_rigged_model_makes_translations_of_different_lengths():
@@ -862,7 +862,7 @@ def test_a_batch_without_rows_or_tokens_is_refused():
 
 def test_a_mask_of_another_length_is_refused_by_generate():
     for length in (3, 7):
-        with pytest.raises(ValueError, match=rf"attention_mask must have .* \(2, 5\), got \(2, {length}\)"):
+        with pytest.raises(ValueError, match=rf"attention_mask must have .*\(2, 5\).* got \(2, {length}\)"):
             small_model().generate(words(2, 5), attention_mask=torch.ones(2, length, dtype=torch.long))
 
 
@@ -912,7 +912,7 @@ def test_a_missing_attention_mask_is_inferred_from_the_padding(num_beams):
         assert torch.equal(model.generate(input_ids=ids, num_beams=num_beams), expected)
 
 
-# other ways in ---------------------------------------------------------------------------------------
+# other ways in ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_beams,returned", [(1, 1), (4, 1), (4, 3)])

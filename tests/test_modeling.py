@@ -1925,7 +1925,6 @@ def test_saved_config_says_what_was_saved(tmp_path):
     "inputs, message",
     [
         ({"input_ids": words(0, 5)}, r"input_ids must have the shape \(batch, length\) .* got \(0, 5\)"),
-        ({"input_ids": words(2, 0)}, r"input_ids must have the shape .* got \(2, 0\)"),
         ({"input_ids": words(5)}, r"input_ids must have the shape .* got \(5,\)"),
         ({"input_ids": words(2, 5).float()}, "input_ids must hold whole numbers, got torch.float32"),
         (
@@ -1934,17 +1933,17 @@ def test_saved_config_says_what_was_saved(tmp_path):
         ),
         ({"decoder_input_ids": words(2, 0)}, r"decoder_input_ids must have the shape .* got \(2, 0\)"),
         ({"decoder_input_ids": words(3, 4)}, "equally many rows, got 2 and 3"),
-        ({"attention_mask": torch.ones(2, 3)}, r"^attention_mask must have .* \(2, 5\), got \(2, 3\)"),
-        ({"attention_mask": torch.ones(2, 7)}, r"^attention_mask must have .* \(2, 5\), got \(2, 7\)"),
-        ({"attention_mask": torch.ones(1, 5)}, r"^attention_mask must have .* \(2, 5\), got \(1, 5\)"),
-        ({"decoder_attention_mask": torch.ones(2, 3)}, r"decoder_attention_mask must have .* \(2, 4\), got \(2, 3\)"),
-        ({"decoder_attention_mask": torch.ones(2, 9)}, r"decoder_attention_mask must have .* \(2, 4\), got \(2, 9\)"),
-        ({"encoder_outputs": (torch.ones(2, 6, 16),), "attention_mask": torch.ones(2, 5)}, r"\(2, 6\), got \(2, 5\)"),
+        ({"attention_mask": torch.ones(2, 3)}, r"^attention_mask must have .* \(2, 5\).* got \(2, 3\)"),
+        ({"attention_mask": torch.ones(2, 7)}, r"^attention_mask must have .* \(2, 5\).* got \(2, 7\)"),
+        ({"attention_mask": torch.ones(1, 5)}, r"^attention_mask must have .* \(2, 5\).* got \(1, 5\)"),
+        ({"decoder_attention_mask": torch.ones(2, 3)}, r"decoder_attention_mask must have .* \(2, 4\).* got \(2, 3\)"),
+        ({"decoder_attention_mask": torch.ones(2, 9)}, r"decoder_attention_mask must have .* \(2, 4\).* got \(2, 9\)"),
+        ({"encoder_outputs": (torch.ones(2, 6, 16),), "attention_mask": torch.ones(2, 5)}, r"\(2, 6\).* got \(2, 5\)"),
         ({"input_ids": torch.tensor([[3, 99], [3, 4]])}, r"\[0, vocab_size=23\), got 3 to 99"),
         ({"decoder_input_ids": torch.tensor([[3, -1], [3, 4]])}, r"\[0, vocab_size=23\), got -1 to 4"),
         ({"labels": torch.tensor([[3, 4, 2, 23], [3, 4, 5, 2]])}, r"labels must lie in \[0, vocab_size=23\).* got 23"),
         ({"labels": torch.tensor([[3, -1, 2, 2], [3, 4, 5, 2]])}, r"labels must lie in \[0, vocab_size=23\).* got -1"),
-        ({"labels": words(2, 3)}, r"labels must have the shape \(2, 4\), got \(2, 3\)"),
+        ({"labels": words(2, 3)}, r"labels must have the shape \(2, 4\).* got \(2, 3\)"),
         ({"labels": words(3, 4), "decoder_input_ids": None}, "equally many rows, got 2 and 3"),
         ({"labels": words(4), "decoder_input_ids": None}, r"labels must have the shape .* got \(4,\)"),
     ],
@@ -1963,7 +1962,7 @@ def test_a_mask_of_the_new_tokens_alone_is_refused_beside_a_cache():
     source, target = words(1, 5), words(1, 6)
     first = model(input_ids=source, decoder_input_ids=target[:, :4], use_cache=True)
     rest = {"input_ids": source, "decoder_input_ids": target[:, 4:], "cache": cache_of(first)}
-    with pytest.raises(ValueError, match=r"cached ones included: \(1, 6\), got \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"\(1, 6\), the length counting cached tokens, got \(1, 2\)"):
         model(**rest, decoder_attention_mask=torch.ones(1, 2))
     whole = model(input_ids=source, decoder_input_ids=target).logits[:, 4:]
     assert_close(model(**rest, decoder_attention_mask=torch.ones(1, 6)).logits, whole, 1e-5)

@@ -785,16 +785,19 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
 
 
 def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, prefix: str = "") -> None:
-    """Raises ValueError unless exactly one of the two is given, and has at least one row and one token."""
+    """Raises ValueError unless exactly one of the two is given, with at least one row, and one token in the decoder.
+
+    A source without any token is like one of padding alone: nothing is there to attend to.
+    """
     if (input_ids is None) == (inputs_embeds is None):
         found = "neither" if input_ids is None else "both"
         raise ValueError(f"give either {prefix}input_ids or {prefix}inputs_embeds, got {found}.")
     given = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
     is_ids = inputs_embeds is None
-    if given.ndim != (2 if is_ids else 3) or given.shape[0] == 0 or given.shape[1] == 0:
+    if given.ndim != (2 if is_ids else 3) or given.shape[0] == 0 or given.shape[1] < bool(prefix):
         raise ValueError(
             f"{prefix}{'input_ids' if is_ids else 'inputs_embeds'} must have the shape (batch, length"
-            f"{'' if is_ids else ', d_model'}) with at least one row and one token, got {tuple(given.shape)}."
+            f"{'' if is_ids else ', d_model'}) with at least one row{' and one token' if prefix else ''}, got {tuple(given.shape)}."
         )
     if is_ids and given.is_floating_point():
         raise ValueError(f"{prefix}input_ids must hold whole numbers, got {given.dtype}.")
@@ -857,7 +860,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
             `BaseModelOutput` with `last_hidden_state` of shape `(batch, source_length, d_model)`.
 
         Raises:
-            ValueError: Both or neither of `input_ids` and `inputs_embeds`, no row or no token, a token outside the
+            ValueError: Both or neither of `input_ids` and `inputs_embeds`, no row, a token outside the
                 vocabulary (on a CPU), or a mask of another shape.
         """
         check_one_input(input_ids, inputs_embeds)
@@ -926,7 +929,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             d_model)`.
 
         Raises:
-            ValueError: Both or neither of `input_ids` and `inputs_embeds`, no row or no token, a token outside the
+            ValueError: Both or neither of `input_ids` and `inputs_embeds`, no row, a token outside the
                 vocabulary (on a CPU), a mask of another shape, or a cache that is too short or belongs to another
                 batch or source.
         """
