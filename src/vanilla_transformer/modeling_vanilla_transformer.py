@@ -795,9 +795,10 @@ def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor 
     given = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
     is_ids = inputs_embeds is None
     if given.ndim != (2 if is_ids else 3) or given.shape[0] == 0 or given.shape[1] < bool(prefix):
+        least = "one row and one token" if prefix else "one row"
         raise ValueError(
             f"{prefix}{'input_ids' if is_ids else 'inputs_embeds'} must have the shape (batch, length"
-            f"{'' if is_ids else ', d_model'}) with at least one row{' and one token' if prefix else ''}, got {tuple(given.shape)}."
+            f"{'' if is_ids else ', d_model'}) with at least {least}, got {tuple(given.shape)}."
         )
     if is_ids and given.is_floating_point():
         raise ValueError(f"{prefix}input_ids must hold whole numbers, got {given.dtype}.")
