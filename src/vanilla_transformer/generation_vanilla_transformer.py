@@ -19,6 +19,8 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
@@ -134,6 +136,272 @@ def paper_generation_config(config: Any) -> GenerationConfig:
         # A stop rule for beams means nothing without them, and transformers warns of it.
         settings["early_stopping"] = False
     return GenerationConfig(**settings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same search, sooner
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class GrowingCache(DynamicCache):
+    """Keys and values in buffers with room to grow: a step writes its own and copies nothing of the earlier ones."""
+
+    def __init__(self, room: int = 64):
+        super().__init__()
+        self.room = room
+        self.length = 0
+        self.buffers: list[list[torch.Tensor]] = []
+
+    def update(  # type: ignore[override]
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds the new positions of one layer, shape `(batch, num_heads, new, width)`; returns all so far."""
+        if layer_idx == len(self.buffers):
+            self.buffers.append([new.new_empty(*new.shape[:2], self.room, new.shape[3]) for new in (key, value)])
+        if layer_idx == 0:
+            self.start, self.length = self.length, self.length + key.shape[2]
+        pair = self.buffers[layer_idx]
+        for which, new in enumerate((key, value)):
+            if self.length > pair[which].shape[2]:
+                grown = pair[which].new_empty(*new.shape[:2], max(self.length, 2 * pair[which].shape[2]), new.shape[3])
+                grown[:, :, : self.start] = pair[which][:, :, : self.start]
+                pair[which] = grown
+            pair[which][:, :, self.start : self.length] = new
+        return pair[0][:, :, : self.length], pair[1][:, :, : self.length]
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        """Positions so far."""
+        return self.length
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Only these rows go on."""
+        self.buffers = [[buffer[rows] for buffer in pair] for pair in self.buffers]
+
+
+class BeamDecoder:
+    """The decoder for several hypotheses of each source at once, without moving what it remembers.
+
+    The hypotheses of a source stand side by side on the length axis, as if they were positions of one row; so the
+    encoder's keys are made once for each source, and the keys of all hypotheses lie in one cache. `visible` says which
+    of them a hypothesis descends from: where beams change places, that mask moves and the cache stays.
+
+    Args:
+        model: With a head.
+        encoder_states (`torch.Tensor` of shape `(batch, source_length, d_model)`): One row a source.
+        source_mask (`torch.Tensor` of shape `(batch, source_length)`): 1 for kept source tokens.
+        num_beams (`int`): Hypotheses of each source.
+    """
+
+    def __init__(self, model: Any, encoder_states: torch.Tensor, source_mask: torch.Tensor, num_beams: int):
+        self.model = model
+        self.encoder_states = encoder_states
+        self.source_mask = source_mask
+        self.num_beams = num_beams
+        self.cache = EncoderDecoderCache(GrowingCache(), DynamicCache())
+        self.visible = torch.zeros(
+            (encoder_states.shape[0], num_beams, 0), dtype=torch.bool, device=encoder_states.device
+        )
+        self.own = torch.eye(num_beams, dtype=torch.bool, device=encoder_states.device)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after one more token of each hypothesis: `(batch, num_beams)` to `(batch, num_beams, vocab_size)`."""
+        own = self.own.expand(tokens.shape[0], -1, -1)
+        self.visible = torch.cat([self.visible, own], dim=-1)
+        return self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=self.encoder_states),
+            attention_mask=self.source_mask,
+            decoder_input_ids=tokens,
+            decoder_attention_mask=self.visible[:, None],
+            use_cache=True,
+            return_dict=True,
+            cache=self.cache,
+        ).logits
+
+    def descend(self, parents: torch.Tensor) -> None:
+        """Hypothesis i of a source now continues the one that was `parents[:, i]`, shape `(batch, num_beams)`."""
+        self.visible = take(self.visible, parents)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Only these sources, an index of shape `(kept,)`, go on."""
+        self.encoder_states, self.source_mask = self.encoder_states[rows], self.source_mask[rows]
+        self.visible = self.visible[rows]
+        self.cache.self_attention_cache.keep(rows)  # type: ignore[attr-defined]
+        for each in self.cache.cross_attention_cache.layers:
+            layer = cast(Any, each)
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+
+def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Entries of the second axis: `x` of shape `(batch, n, ...)` by `index` of shape `(batch, m)`."""
+    shape = (*index.shape, *x.shape[2:])
+    return x.gather(1, index.view(*index.shape, *[1] * (x.ndim - 2)).expand(shape))
+
+
+def largest(scores: torch.Tensor, k: int, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scores.topk(k)` along the last of two axes: the k largest lie in the k blocks with the largest maxima."""
+    rows, length = scores.shape
+    blocks = length // block
+    if scores.device.type != "cpu" or blocks <= 4 * k:
+        return scores.topk(k)
+    whole = scores[:, : blocks * block].view(rows, blocks, block)
+    best_blocks = whole.amax(dim=-1).topk(k).indices
+    candidates = take(whole, best_blocks).view(rows, k * block)
+    places = (best_blocks[:, :, None] * block + torch.arange(block)).view(rows, k * block)
+    if blocks * block < length:
+        candidates = torch.cat([candidates, scores[:, blocks * block :]], dim=1)
+        places = torch.cat([places, torch.arange(blocks * block, length).expand(rows, -1)], dim=1)
+    values, index = candidates.topk(k)
+    return values, places.gather(1, index)
+
+
+@torch.no_grad()
+def beam_search(
+    decoder: BeamDecoder,
+    start_token_id: int,
+    limits: torch.Tensor,
+    end_token_ids: torch.Tensor,
+    length_penalty: float,
+    early_stopping: bool | str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Beam search with the rules of transformers' own, in which sources leave the batch as they are finished.
+
+    Args:
+        decoder (`BeamDecoder`): The model at work on a batch of sources.
+        start_token_id (`int`): What every hypothesis starts from.
+        limits (`torch.LongTensor` of shape `(batch,)`): Generated tokens at most, for each source.
+        end_token_ids (`torch.LongTensor` of shape `(n,)`): Tokens that end a hypothesis.
+        length_penalty (`float`): p; a hypothesis of n tokens is ranked by its log-probability divided by `n ** p`.
+        early_stopping (`bool` or `str`): As in `GenerationConfig`.
+
+    Returns:
+        Tokens of the `num_beams` best hypotheses of each source, best first, shape `(batch, num_beams, longest)`,
+        without the start token; their lengths and their scores, both of shape `(batch, num_beams)`.
+    """
+    batch, beams, device = limits.shape[0], decoder.num_beams, limits.device
+    candidates = max(2, 1 + len(end_token_ids)) * beams  # so many that `beams` of them go on
+    longest = int(limits.max())
+    never = -1.0e9
+    best_length_penalties = torch.tensor([int(n) ** length_penalty for n in limits.tolist()], device=device)
+
+    finished = {
+        "tokens": torch.zeros((batch, beams, longest), dtype=torch.long, device=device),
+        "lengths": torch.zeros((batch, beams), dtype=torch.long, device=device),
+        "scores": torch.full((batch, beams), never, device=device),
+    }
+    results = {name: value.clone() for name, value in finished.items()}
+    sources = torch.arange(batch, device=device)
+    open_sources = torch.ones(batch, dtype=torch.bool, device=device)
+    tokens = torch.full((batch, beams), start_token_id, dtype=torch.long, device=device)
+    hypotheses = torch.zeros((batch, beams, longest), dtype=torch.long, device=device)
+    running = torch.zeros((batch, beams), device=device)
+    running[:, 1:] = never  # all start alike: one of them is enough
+    first = torch.arange(candidates, device=device) < beams
+
+    for length in range(1, longest + 1):
+        log_probs = torch.log_softmax(decoder.step(tokens).float(), dim=-1).add_(running[:, :, None])
+        vocab_size = log_probs.shape[-1]
+        scores, index = largest(log_probs.view(len(sources), -1), candidates)
+        parents, words = index // vocab_size, index % vocab_size
+        at_limit = limits <= length
+        ends = (words[:, :, None] == end_token_ids).any(dim=-1) | at_limit[:, None]
+
+        new = ends & first & open_sources[:, None]
+        if bool(new.any()):
+            continued = take(hypotheses, parents)
+            continued[:, :, length - 1] = words
+            ranked = torch.where(new, scores / (length**length_penalty), never)
+            order = torch.cat([finished["scores"], ranked], dim=1).topk(beams).indices
+            lengths = torch.where(new, length, 0)
+            for name, values in (("tokens", continued), ("lengths", lengths), ("scores", ranked)):
+                finished[name] = take(torch.cat([finished[name], values], dim=1), order)
+
+        order = torch.where(ends, never, scores).topk(beams).indices
+        chosen = parents.gather(1, order)
+        running, tokens = scores.gather(1, order), words.gather(1, order)
+        running = torch.where(ends.gather(1, order), never, running)
+        hypotheses = take(hypotheses, chosen)
+        hypotheses[:, :, length - 1] = tokens
+        decoder.descend(chosen)
+
+        # A source is finished where its running hypotheses cannot overtake the worst of its finished ones any more.
+        full = (finished["lengths"] > 0).all(dim=1)
+        if early_stopping is True:
+            may_improve = ~full
+        else:
+            by_limit = early_stopping == "never" and length_penalty > 0.0
+            bound = running[:, 0] / (best_length_penalties if by_limit else length**length_penalty)
+            may_improve = ~full | (bound > finished["scores"].amin(dim=1))
+        open_sources &= may_improve & ~at_limit
+        count = int(open_sources.sum())
+        if count == 0 or count <= 0.75 * len(sources):
+            closed = (~open_sources).nonzero()[:, 0]
+            for name, values in results.items():
+                values[sources[closed]] = finished[name][closed]
+            if count == 0:
+                break
+            kept = open_sources.nonzero()[:, 0]
+            decoder.keep(kept)
+            finished = {name: values[kept] for name, values in finished.items()}
+            sources, tokens, hypotheses, running = sources[kept], tokens[kept], hypotheses[kept], running[kept]
+            limits, best_length_penalties = limits[kept], best_length_penalties[kept]
+            open_sources = open_sources[kept]
+    return results["tokens"], results["lengths"], results["scores"]
+
+
+@torch.no_grad()
+def greedy_search(
+    decoder: BeamDecoder, start_token_id: int, limits: torch.Tensor, end_token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most probable token at each step; sources leave the batch as they are finished.
+
+    Args:
+        decoder (`BeamDecoder`): The model at work on a batch of sources, one hypothesis each.
+        start_token_id (`int`): What every hypothesis starts from.
+        limits (`torch.LongTensor` of shape `(batch,)`): Generated tokens at most, for each source.
+        end_token_ids (`torch.LongTensor` of shape `(n,)`): Tokens that end a hypothesis.
+
+    Returns:
+        Tokens, shape `(batch, longest)`, without the start token, and how many of them, shape `(batch,)`.
+    """
+    batch, device, longest = limits.shape[0], limits.device, int(limits.max())
+    results = torch.zeros((batch, longest), dtype=torch.long, device=device)
+    lengths = limits.clone()
+    sources = torch.arange(batch, device=device)
+    open_sources = torch.ones(batch, dtype=torch.bool, device=device)
+    tokens = torch.full((batch, 1), start_token_id, dtype=torch.long, device=device)
+    for length in range(1, longest + 1):
+        tokens = decoder.step(tokens).float().argmax(dim=-1)
+        results[sources[open_sources], length - 1] = tokens[open_sources, 0]
+        ends = (tokens == end_token_ids).any(dim=-1) | (limits[sources] <= length)
+        lengths[sources[open_sources & ends]] = length
+        open_sources &= ~ends
+        count = int(open_sources.sum())
+        if count == 0:
+            break
+        if count <= 0.75 * len(sources):
+            kept = open_sources.nonzero()[:, 0]
+            decoder.keep(kept)
+            sources, tokens, open_sources = sources[kept], tokens[kept], open_sources[kept]
+    return results, lengths
+
+
+def padded_sequences(start: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, fill: int) -> torch.Tensor:
+    """What `generate()` returns: the start token, the tokens, then `fill` up to the longest row.
+
+    Args:
+        start (`torch.LongTensor` of shape `(batch, 1)`): Start tokens.
+        tokens (`torch.LongTensor` of shape `(batch * n, longest)`): Generated tokens.
+        lengths (`torch.LongTensor` of shape `(batch * n,)`): How many of them.
+        fill (`int`): What stands behind them.
+    """
+    tokens = tokens[:, : int(lengths.max())]
+    tokens = tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None], fill)
+    return torch.cat([start.repeat_interleave(tokens.shape[0] // start.shape[0], dim=0), tokens], dim=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Behind generate()
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class VanillaTransformerGenerationMixin(GenerationMixin):
@@ -363,6 +631,117 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if prompt is not None and mask is not None and input_ids.shape[1] > prompt.shape[1]:
             return prompt, {**model_kwargs, "decoder_attention_mask": mask}
         return input_ids, model_kwargs
+
+    def _beam_search(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Called by `generate()` for beams: `beam_search`, or the stock one where more is asked for than it knows."""
+        limits = self._limits_of_plain_search(
+            input_ids, logits_processor, stopping_criteria, generation_config, kwargs
+        )
+        if limits is None or args:
+            return cast(Any, super())._beam_search(
+                input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+            )
+        beams, per_source = cast(int, generation_config.num_beams), generation_config.num_return_sequences or 1
+        states, mask = kwargs["encoder_outputs"][0][::beams], kwargs["attention_mask"][::beams]
+        settings = cast(Any, generation_config)
+        tokens, lengths, _ = beam_search(
+            BeamDecoder(self, states, mask, beams),
+            int(input_ids[0, 0]),
+            limits,
+            settings._eos_token_tensor.reshape(-1),
+            settings.length_penalty,
+            settings.early_stopping,
+        )
+        pad = settings._pad_token_tensor
+        fill = pad or settings._eos_token_tensor.reshape(-1)[0]  # the stock search's choice, 0 not being one
+        return padded_sequences(
+            input_ids[::beams], tokens[:, :per_source].flatten(0, 1), lengths[:, :per_source].flatten(), int(fill)
+        )
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Called by `generate()` without beams: `greedy_search`, or the stock one, which also draws at random."""
+        limits = self._limits_of_plain_search(
+            input_ids, logits_processor, stopping_criteria, generation_config, kwargs
+        )
+        if limits is None or args:
+            return cast(Any, super())._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+            )
+        settings = cast(Any, generation_config)
+        tokens, lengths = greedy_search(
+            BeamDecoder(self, kwargs["encoder_outputs"][0], kwargs["attention_mask"], 1),
+            int(input_ids[0, 0]),
+            limits,
+            settings._eos_token_tensor.reshape(-1),
+        )
+        return padded_sequences(input_ids, tokens, lengths, int(settings._pad_token_tensor))
+
+    def _limits_of_plain_search(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Most tokens that each source may get, shape `(batch,)`; None where the stock search is to be used.
+
+        That is where logits are processed, tokens drawn, anything but tokens returned, a cache or a prompt given, or
+        where hypotheses end by other criteria than the end of sentence and a length.
+        """
+        settings = cast(Any, generation_config)
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        plain_cache = (
+            isinstance(cache, EncoderDecoderCache)
+            and type(cache.self_attention_cache) is DynamicCache
+            and cache.get_seq_length() == 0
+            and not any(cache.is_updated.values())
+        )
+        unlike = (
+            len(logits_processor) > 0
+            or settings.do_sample
+            or settings.return_dict_in_generate
+            or kwargs.get("synced_gpus")
+            or kwargs.get("streamer") is not None
+            or kwargs.get("decoder_attention_mask") is not None
+            or settings._eos_token_tensor is None
+            or settings._pad_token_tensor is None
+            or not plain_cache
+            or input_ids.shape[1] != 1
+            or kwargs.get("attention_mask") is None
+            or kwargs.get("encoder_outputs") is None
+            or self.config.position_embedding != "sinusoidal"
+            or self.config._attn_implementation == "eager"
+            or cast(Any, self).training
+        )
+        beams = settings.num_beams or 1
+        if unlike or bool((input_ids != input_ids[0]).any()):
+            return None
+        limits = torch.full((input_ids.shape[0] // beams,), settings.max_length - 1, device=input_ids.device)
+        for criterion in stopping_criteria:
+            if type(criterion) is MaxNewTokensPerRow:
+                limits = torch.minimum(limits, criterion.limits.to(limits.device))
+            elif type(criterion) is MaxLengthCriteria:
+                limits = limits.clamp(max=criterion.max_length - 1)
+            elif type(criterion) is not EosTokenCriteria:
+                return None
+        return limits if int(limits.min()) > 0 else None
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
         """Called by `from_pretrained`: what counts in the settings of a loaded model.
