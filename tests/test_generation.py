@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
+    DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessor,
@@ -28,7 +29,13 @@ import reference
 from small_models import padded, reference_logits, reference_sentence, small_config, small_model, words
 from test_hub_code_travels import elsewhere
 from translators import varied_model
-from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer import (
+    VanillaTransformerConfig,
+    VanillaTransformerForConditionalGeneration,
+)
+from vanilla_transformer import (
+    generation_vanilla_transformer as generation,
+)
 from vanilla_transformer.data import TranslationCollator
 
 
@@ -852,12 +859,136 @@ def test_no_way_of_computing_changes_a_translation_or_its_scores(num_beams):
             assert each[: len(forced)] == pytest.approx(forced, abs=1e-4)
 
 
-def test_a_batch_without_rows_or_tokens_is_refused():
-    model = small_model()
-    for ids in (words(0, 5), words(2, 0)):
-        for num_beams in (1, 4):
-            with pytest.raises(ValueError, match="row"):
-                model.generate(ids, num_beams=num_beams)
+def test_a_batch_without_rows_is_refused():
+    for num_beams in (1, 4):
+        with pytest.raises(ValueError, match="row"):
+            small_model().generate(words(0, 5), num_beams=num_beams)
+
+
+# --- The search of our own and that of transformers --------------------------------------------------------
+
+
+SEARCHES = [
+    {},
+    {"num_beams": 1},
+    {"num_beams": 3, "num_return_sequences": 3},
+    {"length_penalty_type": "hub", "length_penalty": 1.0},
+    {"length_penalty_type": "hub", "length_penalty": 0.0},
+    {"length_penalty_type": "hub", "length_penalty": -1.0},
+    {"early_stopping": True},
+    {"early_stopping": False},
+    {"max_new_tokens": 5},
+    {"max_new_tokens_over_source": 3},
+    {"eos_token_id": [2, 5, 9]},
+]
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Which search generate() takes; `searches.stock = True` leaves it the stock one."""
+    mixin = generation.VanillaTransformerGenerationMixin
+    limits_of = mixin._limits_of_plain_search
+
+    class Searches:
+        stock = False
+        own = 0
+
+    def counting(self, *args):
+        limits = None if Searches.stock else limits_of(self, *args)
+        Searches.own += limits is not None
+        return limits
+
+    monkeypatch.setattr(mixin, "_limits_of_plain_search", counting)
+    return Searches
+
+
+@pytest.mark.parametrize("settings", SEARCHES, ids=str)
+def test_our_search_finds_what_the_stock_one_finds(searches, settings):
+    """Two hypotheses whose scores differ in the seventh digit may change places; the oracle's scores decide."""
+    ends_early = 0
+    for seed in range(5):
+        vocab_size = (23, 40, 1100)[seed % 3]
+        model = small_model(seed=seed, vocab_size=vocab_size, std=(0.3, 0.5, 0.8)[seed % 3])
+        rows = [[*words(1 + (seed * i) % 8, vocab_size=vocab_size, seed=10 * seed + i).tolist(), 2] for i in range(4)]
+        ids, mask = padded(rows, side="left" if seed % 2 else "right")
+        searches.stock = False
+        ours = model.generate(ids, attention_mask=mask, **settings)
+        searches.stock = True
+        stock = model.generate(ids, attention_mask=mask, **settings)
+        assert ours.shape == stock.shape
+        ends_early += int((ours[:, -1] == 1).any())
+        per_source = settings.get("num_return_sequences", 1)
+        for index in (ours != stock).any(dim=1).nonzero()[:, 0].tolist():
+            sentence = reference_sentence(model, rows[index // per_source])
+            ends = settings.get("eos_token_id", [2])
+            targets = [until_end(row[index, 1:].tolist(), ends) for row in (ours, stock)]
+            assert len(set(map(len, targets))) == 1
+            of_ours, of_stock = map(sentence.log_prob, targets)
+            assert of_ours == pytest.approx(of_stock, abs=2e-4)
+    assert searches.own == 5
+    assert ends_early > 0 or "max_new_tokens" in settings, "rows of unlike length belong to the test"
+
+
+def until_end(ids: list[int], ends: list[int]) -> list[int]:
+    """The generated tokens alone: up to the end of sentence, or without the padding behind them."""
+    for place, token in enumerate(ids):
+        if token in ends:
+            return ids[: place + 1]
+    while ids and ids[-1] == 1:
+        ids = ids[:-1]
+    return ids
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_new_tokens": 3},
+        {"no_repeat_ngram_size": 2},
+        {"do_sample": True, "num_beams": 1},
+        {"return_dict_in_generate": True},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"decoder_input_ids": torch.tensor([[0, 5], [0, 6]])},
+        {"stop": True},
+    ],
+    ids=str,
+)
+def test_what_our_search_does_not_know_is_left_to_the_stock_one(searches, settings):
+    class Never(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    settings = dict(settings)
+    if settings.pop("stop", False):
+        settings["stopping_criteria"] = StoppingCriteriaList([Never()])
+    small_model().generate(words(2, 5), max_new_tokens=4, **settings)
+    assert searches.own == 0
+
+
+@pytest.mark.parametrize("length", [100, 1024, 4096, 5003])
+@pytest.mark.parametrize("k", [1, 8])
+def test_the_largest_numbers_are_found_wherever_they_stand(length, k):
+    generator = torch.Generator().manual_seed(length)
+    scores = torch.randn(50, length, generator=generator)
+    scores[0, -1] = 9.0
+    scores[1, :k] += 8.0
+    scores[2, 7::128] += 7.0
+    values, index = generation.largest(scores, k)
+    expected = scores.sort(dim=1, descending=True).values[:, :k]
+    assert torch.equal(values, expected)
+    assert torch.equal(scores.gather(1, index), expected)
+
+
+def test_a_cache_with_room_holds_what_one_without_holds():
+    ours, stock = generation.GrowingCache(room=3), DynamicCache()
+    for step, new in enumerate((1, 2, 1, 9, 1)):
+        for layer in range(2):
+            key, value = torch.randn(4, 2, new, 5), torch.randn(4, 2, new, 6)
+            for given, expected in zip(ours.update(key, value, layer), stock.update(key, value, layer), strict=True):
+                assert torch.equal(given, expected), step
+    ours.keep(torch.tensor([3, 1]))
+    given, _ = ours.update(torch.zeros(2, 2, 1, 5), torch.zeros(2, 2, 1, 6), 0)
+    assert torch.equal(given[:, :, :-1], stock.layers[0].keys[[3, 1]])
 
 
 def test_a_mask_of_another_length_is_refused_by_generate():
