@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, ModelCardData
+from torch.utils.data import IterableDataset
 from transformers import Pipeline
 from transformers.utils import logging
 
@@ -24,6 +25,16 @@ logger = logging.get_logger(__name__)
 NO_LENGTH_LIMIT = 10**9
 # Arguments of generate() that it divides by, or tests too late: some models' generate() takes a 0 for "not given".
 COUNTS = ("num_beams", "num_return_sequences", "max_new_tokens", "max_length")
+
+
+class ReadAsNeeded(IterableDataset):
+    """An iterator as a dataset: the older transformers 5 make a list of a generator before they begin."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        self.texts = texts
+
+    def __iter__(self) -> Iterator[str]:
+        return self.texts
 
 
 class VanillaTransformerTranslationPipeline(Pipeline):
@@ -100,7 +111,7 @@ class VanillaTransformerTranslationPipeline(Pipeline):
         if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
             inputs = list(inputs)  # a tuple, or a column of a dataset
         elif isinstance(inputs, Iterator):
-            inputs = (text for text in inputs)  # transformers knows an iterator only as a generator
+            inputs = ReadAsNeeded(inputs)
         if isinstance(inputs, list) and not inputs:
             return []
         result = super().__call__(inputs, **kwargs)
