@@ -1201,6 +1201,12 @@ def test_without_labels_logits_come_in_training_mode_too():
     assert outputs.logits.shape == (2, 4, 23)
 
 
+def test_the_hubs_loss_function_of_the_model_does_not_shift_the_labels():
+    logits, labels = torch.randn(2, 4, 23), words(2, 4)
+    loss = small_model().loss_function(logits, labels, vocab_size=23)
+    assert_close(loss, F.cross_entropy(logits.view(8, 23), labels.view(8)), 1e-6)
+
+
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_loss_is_divided_by_num_items_in_batch(train, as_tensor):

@@ -1270,6 +1270,8 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         super().__init__(config)
         self.model = VanillaTransformerModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=config.output_bias)
+        # A loss whose labels are not shifted, as the class's name would mean: Trainer counts tokens accordingly.
+        self.loss_type = "ForMaskedLM"
         self.post_init()
         self._keys_to_ignore_on_load_unexpected = set()  # not that of the model inside
         self.generation_config = paper_generation_config(config)
