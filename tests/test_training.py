@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import math
@@ -28,6 +29,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainOutput
 
 from conftest import TINY_CORPUS
@@ -367,6 +369,8 @@ def test_accumulation_equals_one_large_batch(tmp_path, cls, rows, accumulation):
 @pytest.mark.parametrize("cls", [Seq2SeqTrainer, Trainer])
 def test_the_stock_label_smoothing_replaces_ours(tmp_path, cls, rows, accumulation):
     """Smoothed once, by 0.3 and not by the configuration's 0.1; accumulation changes nothing."""
+    if accumulation > 1 and "num_items_in_batch" not in inspect.signature(LabelSmoother.__call__).parameters:
+        pytest.skip("the smoothed loss of transformers below 5.15 is not divided by accumulation steps, in any model")
     expected_loss, expected = manual_update(random_pairs(EIGHT), label_smoothing=0.3)
     model, trainer = one_update(cls, tmp_path, rows, accumulation, label_smoothing_factor=0.3)
     assert logged(trainer, "loss") == pytest.approx([expected_loss], abs=1e-5)
