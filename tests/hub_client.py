@@ -43,7 +43,7 @@ def no_addresses(host, *rest, **more):
     if host not in ("127.0.0.1", "localhost"):
         connections.append(host)
         raise socket.gaierror(f"address of {host} asked for in a test without a network")
-    return getaddrinfo(host, *rest, **more)
+    return getaddrinfo("127.0.0.1", *rest, **more)  # localhost is ::1 as well, where nobody listens
 
 getaddrinfo, socket.getaddrinfo = socket.getaddrinfo, no_addresses
 socket.socket.connect = connect_to_loopback

@@ -291,8 +291,8 @@ class HubServer:
 
     @property
     def storage_url(self) -> str:
-        """Address of the storage, another host in the eyes of the client."""
-        return f"http://127.0.0.1:{self._servers[1].server_port}"
+        """Address of the storage, by another name: to some clients another port alone is still the same host."""
+        return f"http://localhost:{self._servers[1].server_port}"
 
     def environment(self, folder: str | os.PathLike[str], token: str | None = None, **more: str) -> dict[str, str]:
         """The environment of a process whose Hub this is.
