@@ -138,6 +138,19 @@ def paper_generation_config(config: Any) -> GenerationConfig:
     return GenerationConfig(**settings)
 
 
+def without_defaults(settings: GenerationConfig) -> GenerationConfig:
+    """A copy for the file, without what says no more than transformers' own defaults, save for the paper's settings.
+
+    Seq2SeqTrainer writes all those defaults into a model's settings when it evaluates, max_length=20 among them.
+    """
+    kept = copy.deepcopy(settings)
+    defaults: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
+    for name, value in defaults.items():
+        if name not in PAPER_DECODING and getattr(kept, name, None) == value:
+            setattr(kept, name, None)
+    return kept
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The same search, sooner
 # ---------------------------------------------------------------------------------------------------------------------

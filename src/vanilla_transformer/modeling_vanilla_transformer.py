@@ -39,6 +39,7 @@ from .generation_vanilla_transformer import (
     as_model_output,
     paper_generation_config,
     warn_of_missing_mask,
+    without_defaults,
 )
 
 
@@ -60,6 +61,8 @@ DECODER_DEPTH: dict[str, Any] = {}
 if "num_hidden_layers_key" in OutputRecorder.__dataclass_fields__:
     DECODER_DEPTH["num_hidden_layers_key"] = "decoder_layers"
 
+# How the names of the matrices that section 3.4 makes one end.
+WORD_MATRICES = ("embed_tokens.weight", "lm_head.weight")
 # Up to this many keys the matrix products of equation (1) beat the CPU kernel of scaled_dot_product_attention.
 MAX_KEYS_FOR_MATRIX_PRODUCTS = 512
 # The halves of the model that may be saved on their own, with their names in the whole one; and what has both.
@@ -663,14 +666,30 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         """Saves weights, configuration, generation settings and the code that opens them.
 
         See `PreTrainedModel.save_pretrained`. The folder is self-contained: `trust_remote_code=True` opens it on a
-        machine that has only transformers and torch.
+        machine that has only transformers and torch. Where the configuration says that the word matrices are not
+        tied, the file holds all three, even if they are still one in memory.
         """
+        if not self.config.tie_word_embeddings and not args and kwargs.get("state_dict") is None:
+            state_dict: dict[str, torch.Tensor] = self.state_dict()
+            matrices = {
+                name: each
+                for name, each in state_dict.items()
+                if name.endswith(WORD_MATRICES) and each.device.type != "meta"
+            }
+            if len({matrix.data_ptr() for matrix in matrices.values()}) < len(matrices):
+                # transformers would keep one name only.
+                kwargs["state_dict"] = {**state_dict, **{name: each.clone() for name, each in matrices.items()}}
         taken = self.config.take_generation_settings()
         if not self.can_generate():  # else they are in its generation_config.json
             self.config.give_generation_settings(taken)
+        settings = getattr(self, "generation_config", None)
         try:
+            if settings is not None:
+                self.generation_config = without_defaults(settings)
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
+            if settings is not None:
+                self.generation_config = settings
             self.config.give_generation_settings(taken)
         here = Path(cast(str, sys.modules[VanillaTransformerPreTrainedModel.__module__].__file__)).parent
         for source in sorted(here.glob("*_vanilla_transformer.py")):
