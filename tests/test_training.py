@@ -10,8 +10,12 @@ import math
 import os
 import pickle
 import random
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +23,7 @@ import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -42,6 +47,7 @@ from vanilla_transformer.training import (
     VanillaTransformerTrainer,
     VanillaTransformerTrainingArguments,
     bfloat16_gain,
+    fault_of_checkpoint,
     keep_freed_memory,
     last_whole_checkpoint,
     learning_rate_at,
@@ -1072,6 +1078,307 @@ def test_training_goes_on_in_training_mode_after_an_evaluation(tmp_path, tiny_to
         assert model.training is mode
 
 
+# --- Evaluation: the settings of the stock loop ----------------------------------------------------------------------
+
+
+def kept_metrics():
+    """A compute_metrics that keeps what it is given."""
+    calls = []
+
+    def compute_metrics(prediction):
+        calls.append(prediction)
+        return {"calls": len(calls)}
+
+    return calls, compute_metrics
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_metrics_may_see_the_sources_and_each_segments_loss(tmp_path, tiny_tokenizer, translator, batching):
+    """In the dataset's order whatever the batches; of the shapes that the stock trainer gives."""
+    model, dataset, _ = translator
+    losses = [token_losses(model, [row]).mean().item() for row in dataset]
+    assert max(losses) - min(losses) > 0.5
+    calls, compute_metrics = kept_metrics()
+    for predict_with_generate in (True, False):
+        evaluator(
+            tmp_path,
+            translator,
+            tiny_tokenizer,
+            predict_with_generate=predict_with_generate,
+            include_for_metrics=["inputs", "loss"],
+            options={"compute_metrics": compute_metrics},
+            **batching,
+        ).evaluate()
+    stock, compute_metrics = kept_metrics()
+    evaluator(
+        tmp_path,
+        translator,
+        tiny_tokenizer,
+        Seq2SeqTrainer,
+        per_device_eval_batch_size=1,  # else its losses are means of batches
+        include_for_metrics=["inputs", "loss"],
+        options={"compute_metrics": compute_metrics, "data_collator": TranslationCollator(PAD)},
+    ).evaluate()
+    for prediction in calls:
+        assert unpadded(prediction.inputs, PAD) == [row["input_ids"] for row in dataset]
+        assert prediction.losses == pytest.approx(losses, rel=1e-5)
+        assert prediction.inputs.shape == stock[0].inputs.shape
+        assert prediction.losses.shape == stock[0].losses.shape
+        assert prediction.losses == pytest.approx(stock[0].losses, rel=1e-5)
+
+
+def test_metrics_see_neither_sources_nor_losses_unless_asked_for(tmp_path, tiny_tokenizer, translator):
+    calls, compute_metrics = kept_metrics()
+    evaluator(tmp_path, translator, tiny_tokenizer, options={"compute_metrics": compute_metrics}).evaluate()
+    assert calls[0].inputs is None
+    assert calls[0].losses is None
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_metrics_batch_by_batch_see_each_segment_once(tmp_path, tiny_tokenizer, translator, batching):
+    """batch_eval_metrics: tensors, the result asked for with the last batch only, nothing kept for the end."""
+    model, dataset, pairs = translator
+    seen, asked = [], []
+
+    def compute_metrics(prediction, compute_result):
+        assert torch.is_tensor(prediction.predictions)
+        assert torch.is_tensor(prediction.label_ids)
+        sources = prediction.inputs["input_ids"]
+        assert (prediction.inputs["attention_mask"] == (sources != PAD)).all()
+        rows = zip(sources.tolist(), prediction.predictions.tolist(), prediction.losses.tolist(), strict=True)
+        seen.extend((tuple(t for t in ids if t != PAD), [t for t in row if t >= 0], loss) for ids, row, loss in rows)
+        asked.append(compute_result)
+        return {"rows": len(seen)} if compute_result else {}
+
+    trainer = evaluator(
+        tmp_path,
+        translator,
+        tiny_tokenizer,
+        batch_eval_metrics=True,
+        include_for_metrics=["inputs", "loss"],
+        options={"compute_metrics": compute_metrics},
+        **batching,
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_rows"] == len(dataset)
+    assert asked == [False] * (len(asked) - 1) + [True]
+    assert metrics["eval_loss"] == pytest.approx(token_losses(model, dataset).mean().item(), rel=1e-6)
+    found = {ids: (tiny_tokenizer.decode(row, skip_special_tokens=True), loss) for ids, row, loss in seen}
+    texts = alone(model, tiny_tokenizer, [pair["source"] for pair in pairs], num_beams=1)
+    for row, text in zip(dataset, texts, strict=True):
+        assert found[tuple(row["input_ids"])][0] == text
+        loss = token_losses(model, [row]).mean().item()
+        assert found[tuple(row["input_ids"])][1] == pytest.approx(loss, rel=1e-5)
+    output = trainer.predict(dataset)
+    predicted = [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in unpadded(output.predictions)]
+    assert predicted == texts
+
+
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer])
+@pytest.mark.parametrize("settings", [{"batch_eval_metrics": True}, {"eval_do_concat_batches": False}])
+def test_our_metrics_are_the_same_by_batches(tmp_path, tiny_tokenizer, translator, cls, settings):
+    from vanilla_transformer.evaluation import compute_metrics_for
+
+    whole = evaluator(tmp_path, translator, tiny_tokenizer).evaluate()
+    assert 5 < whole["eval_bleu"] < 95
+    options = {}
+    if cls is Seq2SeqTrainer:
+        options = {"data_collator": TranslationCollator(PAD), "compute_metrics": compute_metrics_for(tiny_tokenizer)}
+    settings = {"per_device_eval_batch_size": 3, **settings}
+    if cls is VanillaTransformerTrainer:
+        settings["tokens_per_batch"] = 60
+    trainer = evaluator(tmp_path, translator, tiny_tokenizer, cls, options=options, **settings)
+    for _ in range(2):
+        trainer.predict(translator[1].select(range(4)))  # nothing of which is left in what follows
+        metrics = trainer.evaluate()
+        for name in ("eval_bleu", "eval_chrf", "eval_generated_length"):
+            assert metrics[name] == pytest.approx(whole[name], rel=1e-9)
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_without_concatenation_there_is_an_array_for_every_few_segments(
+    tmp_path, tiny_tokenizer, translator, batching
+):
+    """In the dataset's order, as many in each as a batch of the stock evaluation has."""
+    model, dataset, pairs = translator
+    calls, compute_metrics = kept_metrics()
+    trainer = evaluator(
+        tmp_path,
+        translator,
+        tiny_tokenizer,
+        eval_do_concat_batches=False,
+        include_for_metrics=["inputs", "loss"],
+        options={"compute_metrics": compute_metrics},
+        **{"per_device_eval_batch_size": 4, **batching},
+    )
+    output = trainer.predict(dataset)
+    size = trainer.args.per_device_eval_batch_size
+    counts = [min(size, len(dataset) - start) for start in range(0, len(dataset), size)]
+    given = calls[0]
+    for arrays in (output.predictions, output.label_ids, given.predictions, given.label_ids, given.inputs):
+        assert [len(array) for array in arrays] == counts
+    assert [len(array) for array in given.losses] == counts
+    rows = [row for array in output.predictions for row in unpadded(array)]
+    texts = [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
+    assert texts == alone(model, tiny_tokenizer, [pair["source"] for pair in pairs], num_beams=1)
+    labels = [row for array in output.label_ids for row in unpadded(array)]
+    assert labels == [row["labels"] for row in dataset]
+
+
+@pytest.mark.parametrize("cls", [VanillaTransformerTrainer, Seq2SeqTrainer])
+def test_prediction_loss_only_gives_the_loss_and_nothing_else(tmp_path, tiny_tokenizer, translator, cls, monkeypatch):
+    model, dataset, _ = translator
+    monkeypatch.setattr(type(model), "generate", lambda *args, **kwargs: pytest.fail("nothing is to be generated"))
+    calls, compute_metrics = kept_metrics()
+    options = {"compute_metrics": compute_metrics}
+    settings = {"per_device_eval_batch_size": 10}
+    if cls is Seq2SeqTrainer:
+        options["data_collator"] = TranslationCollator(PAD)
+        # The stock trainer generates all the same where it is only the argument that says so.
+        settings["predict_with_generate"] = False
+    trainer = evaluator(
+        tmp_path, translator, tiny_tokenizer, cls, prediction_loss_only=True, options=options, **settings
+    )
+    expected = token_losses(model, dataset).mean().item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    output = trainer.predict(dataset)
+    assert output.predictions is None
+    assert output.label_ids is None
+    assert output.metrics["test_loss"] == pytest.approx(expected, rel=1e-5)
+    assert calls == []
+
+
+def test_whole_numbers_that_stand_for_logits_stay_whole(tmp_path, tiny_tokenizer, translator):
+    """preprocess_logits_for_metrics with an arg-max, as the documentation of transformers shows it."""
+    _, dataset, _ = translator
+    calls, compute_metrics = kept_metrics()
+    evaluator(
+        tmp_path,
+        translator,
+        tiny_tokenizer,
+        predict_with_generate=False,
+        options={
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+        },
+    ).evaluate()
+    assert calls[0].predictions.dtype.kind == "i"
+    assert calls[0].predictions.shape == calls[0].label_ids.shape
+
+
+def test_an_optimizer_that_averages_weights_is_told_of_the_evaluation(tmp_path):
+    """Schedule-free optimizers hold other weights for evaluation, and switch on eval()."""
+
+    class Switching(torch.optim.SGD):
+        mode = "train"
+
+        def eval(self):
+            self.mode = "eval"
+
+        def train(self):
+            self.mode = "train"
+
+    model = small_model()
+    optimizer = Switching(model.parameters(), lr=0.01)
+    modes = []
+    model.register_forward_pre_hook(lambda module, args: modes.append((module.training, optimizer.mode)))
+    trainer = VanillaTransformerTrainer(
+        model,
+        arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, tokens_per_batch=4096),
+        train_dataset=random_pairs(MANY),
+        eval_dataset=random_pairs(MANY[:5]),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)),
+    )
+    trainer.train()
+    assert modes == [(True, "train"), (False, "eval")] * 2
+
+
+# --- Speeds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_train_epochs": 2, "tokens_per_batch": 40},
+        {"max_steps": 3, "tokens_per_batch": 40, "gradient_accumulation_steps": 2},
+        {"max_steps": 4, "tokens_per_batch": None, "per_device_train_batch_size": 5},
+    ],
+)
+def test_samples_a_second_are_the_sentences_that_were_trained_on(tmp_path, settings):
+    """The stock number takes every batch for per_device_train_batch_size sentences. The slow step makes the run long
+    enough for the rounding of its time not to matter."""
+
+    class Slow(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            time.sleep(0.5)
+
+    model = small_model()
+    seen = received_batches(model)
+    trainer = VanillaTransformerTrainer(
+        model, arguments(tmp_path, **settings), train_dataset=random_pairs(MANY), callbacks=[Slow()]
+    )
+    for _ in range(2):  # a second run counts from 0
+        seen.clear()
+        metrics = trainer.train().metrics
+        sentences = sum(len(batch["input_ids"]) for batch in seen)
+        assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(sentences, rel=2e-3)
+        assert logged(trainer, "train_samples_per_second")[-1] == metrics["train_samples_per_second"]
+
+
+def test_steps_a_second_are_the_batches_that_were_evaluated(tmp_path, monkeypatch):
+    dataset = random_pairs(MANY)
+    model = small_model()
+    batches = []
+
+    def slowly(module, args, kwargs):
+        time.sleep(0.1)
+        batches.append(1)
+
+    model.register_forward_pre_hook(slowly, with_kwargs=True)
+    trainer = VanillaTransformerTrainer(
+        model, arguments(tmp_path, tokens_per_batch=60, predict_with_generate=False), eval_dataset=dataset
+    )
+    metrics = trainer.evaluate()
+    assert len(batches) not in (1, 3)  # three would be what the stock trainer takes them for
+    assert metrics["eval_steps_per_second"] * metrics["eval_runtime"] == pytest.approx(len(batches), rel=2e-3)
+    assert metrics["eval_samples_per_second"] * metrics["eval_runtime"] == pytest.approx(len(dataset), rel=2e-3)
+    assert logged(trainer, "eval_steps_per_second") == [metrics["eval_steps_per_second"]]
+    batches.clear()
+    metrics = trainer.predict(dataset).metrics
+    assert metrics["test_steps_per_second"] * metrics["test_runtime"] == pytest.approx(len(batches), rel=2e-3)
+
+
+# --- Learned positions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batching", [{"tokens_per_batch": 100}, BY_SENTENCES])
+@pytest.mark.parametrize("lengths, told", [((9, 12), "12 target"), ((12, 9), "12 source")])
+def test_learned_positions_that_are_too_few_are_told_before_the_first_update(tmp_path, batching, lengths, told):
+    dataset = random_pairs([(5, 6), (7, 4), lengths, (3, 3)])
+    for number, positions in enumerate((11, 12)):
+        model = small_model(position_embedding="learned", max_position_embeddings=positions)
+        model.generation_config.max_new_tokens_over_source = 0
+        seen = received_batches(model)
+        trainer = VanillaTransformerTrainer(
+            model,
+            arguments(tmp_path, max_steps=1, **batching),
+            train_dataset=dataset,
+            eval_dataset=dataset,
+        )
+        if number == 0:
+            match = f"sentence 2 of {{}} has {told} tokens but max_position_embeddings=11"
+            with pytest.raises(ValueError, match=match.format("train_dataset")):
+                trainer.train()
+            with pytest.raises(ValueError, match=match.format("eval_dataset")):
+                trainer.evaluate()
+            with pytest.raises(ValueError, match=match.format("test_dataset")):
+                trainer.predict(dataset)
+            assert seen == []
+        else:
+            trainer.train()
+            trainer.evaluate()
+
+
 def test_the_log_tells_target_tokens_a_second(tmp_path, monkeypatch):
     """Counted by hand: every token of an epoch in ten seconds of a clock of our own, then in twenty."""
     now = [100.0]
@@ -1233,6 +1540,170 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
 def test_there_is_no_last_checkpoint_in_an_empty_or_missing_folder(tmp_path):
     assert last_whole_checkpoint(tmp_path) is None
     assert last_whole_checkpoint(tmp_path / "missing") is None
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+CHECKPOINT_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run of 12 updates with checkpoints at 5, 10 and 12."""
+    folder = tmp_path_factory.mktemp("whole")
+    model, trainer = resumable(folder)
+    trainer.train()
+    return folder, model, trainer
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("name", CHECKPOINT_FILES)
+def test_a_checkpoint_with_a_file_cut_short_is_passed_over_with_a_warning(
+    tmp_path, whole_run, name, share, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("vanilla_transformer"), "propagate", True)
+    shutil.copytree(whole_run[0], tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoint-12"
+    assert {path.name for path in damaged.iterdir()} >= set(CHECKPOINT_FILES)
+    assert last_whole_checkpoint(tmp_path / "run") == str(damaged)
+    assert caplog.text == ""
+    cut(damaged / name, share)
+    with caplog.at_level(logging.WARNING):
+        assert last_whole_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-10")
+    assert f"{damaged} is passed over" in caplog.text
+    assert name in caplog.text
+    with pytest.raises(ValueError, match=f"checkpoint-12 is not a whole checkpoint: {re.escape(name)}"):
+        resumable(tmp_path / "run")[1].train(resume_from_checkpoint=str(damaged))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"])
+def test_a_checkpoint_that_lacks_a_file_is_passed_over(tmp_path, whole_run, name):
+    shutil.copytree(whole_run[0], tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-12" / name).unlink()
+    assert last_whole_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-10")
+    with pytest.raises(ValueError, match="not a whole checkpoint"):
+        resumable(tmp_path / "run")[1].train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-12"))
+
+
+def test_weights_in_several_files_must_all_be_there(tmp_path, whole_run):
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(whole_run[0] / "checkpoint-5", folder)
+    small_model().save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert fault_of_checkpoint(folder) is None
+    max(folder.glob("model-*.safetensors")).unlink()
+    assert "model.safetensors.index.json" in fault_of_checkpoint(folder)
+
+
+def test_a_checkpoint_of_the_model_alone_is_whole(tmp_path):
+    _, trainer = resumable(tmp_path, save_only_model=True, max_steps=5)
+    trainer.train()
+    assert not (tmp_path / "checkpoint-5" / "optimizer.pt").exists()
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path, whole_run):
+    """The weights of the last checkpoint are cut short though its trainer_state.json is whole: bit-identical still."""
+    shutil.copytree(whole_run[0], tmp_path / "run")
+    cut(tmp_path / "run" / "checkpoint-12" / "model.safetensors", 0.7)
+    cut(tmp_path / "run" / "checkpoint-10" / "optimizer.pt", 0.7)
+    model, trainer = resumable(tmp_path / "run", seed=5)
+    trainer.train(resume_from_checkpoint=True)
+    assert logged(trainer, "loss") == logged(whole_run[2], "loss")
+    same_weights(model, whole_run[1], rtol=0, atol=0)
+    assert last_whole_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-12")
+
+
+def test_a_checkpoint_that_another_run_was_writing_over_when_it_died_is_not_whole(tmp_path, whole_run, monkeypatch):
+    """New weights beside an old optimizer and an old trainer_state.json would look whole."""
+    shutil.copytree(whole_run[0], tmp_path / "run")
+
+    def die(*args):
+        raise KeyboardInterrupt
+
+    model, trainer = resumable(tmp_path / "run", seed=9)
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", die)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 5
+    for path in (tmp_path / "run").glob("checkpoint-1*"):
+        shutil.rmtree(path)
+    saved = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
+    assert torch.equal(saved["model.encoder.embed_tokens.weight"], model.get_input_embeddings().weight)
+    assert last_whole_checkpoint(tmp_path / "run") is None
+
+
+KILLED_SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import conftest, torch
+from test_training import last_whole_checkpoint, logged, resumable
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+resumes = last_whole_checkpoint(folder) is not None
+model, trainer = resumable(folder, seed=5 if resumes else 0, max_steps=60, save_steps=2, save_total_limit=3)
+print("BEGINS", flush=True)
+trainer.train(resume_from_checkpoint=True if resumes else None)
+torch.save([model.state_dict(), logged(trainer, "loss")], folder / "end.pt")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
+    """SIGKILL at six moments by lot: three while a checkpoint is being written, three in between."""
+    script = tmp_path / "run.py"
+    script.write_text(KILLED_SCRIPT.format(tests=str(Path(__file__).parent)))
+    rng = random.Random(0)
+    kills, half_written = 0, 0
+
+    def start(folder: Path) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def finish(process: subprocess.Popen) -> None:
+        _, errors = process.communicate(timeout=500)
+        assert process.returncode == 0, errors
+
+    finish(start(tmp_path / "whole"))
+    folder = tmp_path / "killed"
+    while kills < 6:
+        known = set(folder.glob("checkpoint-*"))
+        process = start(folder)
+        assert process.stdout.readline() == "BEGINS\n"
+        if kills % 2 == 0:
+            while process.poll() is None and not set(folder.glob("checkpoint-*")) - known:
+                time.sleep(0.0005)
+            time.sleep(rng.uniform(0, 0.02))
+        else:
+            time.sleep(rng.uniform(0.2, 1.0))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed"
+        kills += 1
+        half_written += any(fault_of_checkpoint(path) for path in folder.glob("checkpoint-*"))
+    assert half_written >= 2
+    finish(start(folder))
+    (expected, expected_losses), (weights, losses) = (
+        torch.load(each / "end.pt", weights_only=True) for each in (tmp_path / "whole", folder)
+    )
+    assert losses == expected_losses
+    assert len(losses) == 60
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
 
 
 RESUME_SCRIPT = """
@@ -1451,18 +1922,24 @@ from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTrans
 torch.set_num_threads(1)
 model = small_model()
 model.generation_config.max_new_tokens_over_source = 3
+by_batch = sys.argv[3] == "by_batch"
 args = VanillaTransformerTrainingArguments(
-    output_dir=sys.argv[1], generation_num_beams=1, tokens_per_batch=int(sys.argv[2]), **QUIET
+    output_dir=sys.argv[1], generation_num_beams=1, tokens_per_batch=int(sys.argv[2]), batch_eval_metrics=by_batch,
+    include_for_metrics=["inputs", "loss"], **QUIET
 )
-trainer = VanillaTransformerTrainer(
-    model, args, compute_metrics=lambda prediction: {{"segments": len(prediction.predictions)}}
-)
+rows = []
+def compute_metrics(prediction, compute_result=True):
+    inputs = prediction.inputs["input_ids"] if by_batch else prediction.inputs
+    assert len(prediction.predictions) == len(prediction.label_ids) == len(inputs) == len(prediction.losses)
+    rows.extend(tuple(token for token in row if token not in (-100, 1)) for row in inputs.tolist())
+    return {{"segments": len(rows), "distinct": len(set(rows))}} if compute_result else {{}}
+trainer = VanillaTransformerTrainer(model, args, compute_metrics=compute_metrics)
 output = trainer.predict(random_pairs(MANY[:5]))
 if trainer.is_world_process_zero():
     rows = [[t for t in row if t not in (-100, 1)] for row in output.predictions.tolist()]
     labels = [[t for t in row if t != -100] for row in output.label_ids.tolist()]
     print("RESULT", json.dumps([trainer.args.world_size, rows, labels, output.metrics["test_loss"],
-          output.metrics["test_segments"]]))
+          output.metrics["test_segments"], output.metrics["test_distinct"]]))
 """
 
 
@@ -1480,20 +1957,21 @@ def launch(processes: int, arguments: list[str]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["at_the_end", "by_batch"])
 @pytest.mark.parametrize("tokens_per_batch", [14, 4096])
-def test_two_processes_evaluate_every_segment_once(tmp_path, tokens_per_batch):
+def test_two_processes_evaluate_every_segment_once(tmp_path, tokens_per_batch, how):
     """Five segments; in one batch for all, a process has none at all."""
     script = tmp_path / "predict.py"
     script.write_text(PREDICT_SCRIPT.format(tests=str(Path(__file__).parent)))
     results = []
     for processes in (1, 2):
-        output = launch(processes, [str(script), str(tmp_path / "out"), str(tokens_per_batch)])
+        output = launch(processes, [str(script), str(tmp_path / "out"), str(tokens_per_batch), how])
         line = next(line for line in output.splitlines() if line.startswith("RESULT"))
         results.append(json.loads(line.removeprefix("RESULT ")))
     assert [result[0] for result in results] == [1, 2]
     assert results[1][1:3] == results[0][1:3]
     assert results[1][3] == pytest.approx(results[0][3], abs=1e-6)
-    assert results[0][4] == results[1][4] == 5
+    assert results[0][4:] == results[1][4:] == [5, 5]
     assert results[0][2] == [row["labels"] for row in random_pairs(MANY[:5])]
 
 

@@ -233,7 +233,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def compute_metrics_for(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPrediction], dict[str, float]]:
+def compute_metrics_for(tokenizer: PreTrainedTokenizerBase) -> Callable[..., dict[str, float]]:
     """The `compute_metrics` of a `Seq2SeqTrainer` with `predict_with_generate=True`.
 
     Args:
@@ -242,30 +242,48 @@ def compute_metrics_for(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPre
     Returns:
         A function of an `EvalPrediction` that gives `bleu` and `chrf` (from 0 to 100) and `generated_length` (mean
         number of generated tokens, end of sentence counted). It raises ValueError for logits in the place of
-        generated tokens.
+        generated tokens. With `batch_eval_metrics` Trainer calls it batch by batch, with `compute_result=True` only
+        for the last: then it scores all batches since the last result as one corpus.
     """
     special = {tokenizer.pad_token_id, tokenizer.bos_token_id, -100}
+    hypotheses: list[str] = []
+    references: list[str] = []
+    lengths: list[int] = []
 
-    def texts_of(rows: Any) -> list[str]:
-        kept = [[token for token in row if token != -100] for row in np.asarray(rows).tolist()]
+    def texts_of(rows: np.ndarray) -> list[str]:
+        kept = [[token for token in row if token != -100] for row in rows.tolist()]
         decoded = tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [on_one_line(text) for text in decoded]
 
-    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        predictions = prediction.predictions
-        if isinstance(predictions, tuple):
-            predictions = predictions[0]
-        if np.asarray(predictions).ndim != 2:
-            raise ValueError(
-                f"expected generated tokens of shape (segments, length), got shape {np.asarray(predictions).shape}; "
-                "set predict_with_generate=True in the training arguments."
-            )
-        scores = corpus_scores(texts_of(predictions), [texts_of(prediction.label_ids)])
-        lengths = [sum(token not in special for token in row) for row in np.asarray(predictions).tolist()]
+    def blocks_of(rows: Any) -> list[np.ndarray]:
+        # One array, one of torch's, a tuple of which it is the first, or a list of arrays of unlike width.
+        by_batch = isinstance(rows, list) and len(rows) > 0 and getattr(rows[0], "ndim", 0) == 2
+        blocks = rows[:1] if isinstance(rows, tuple) else rows if by_batch else [rows]
+        return [block.cpu().numpy() if torch.is_tensor(block) else np.asarray(block) for block in blocks]
+
+    def compute_metrics(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
+        for block in blocks_of(prediction.predictions):
+            if block.ndim != 2:
+                raise ValueError(
+                    f"expected generated tokens of shape (segments, length), got shape {block.shape}; set "
+                    "predict_with_generate=True in the training arguments."
+                )
+            hypotheses.extend(texts_of(block))
+            lengths.extend(sum(token not in special for token in row) for row in block.tolist())
+        for block in blocks_of(prediction.label_ids):
+            references.extend(texts_of(block))
+        if not compute_result:
+            return {}
+        try:
+            scores = corpus_scores(hypotheses, [references])
+            mean_length = float(np.mean(lengths))
+        finally:
+            for kept in (hypotheses, references, lengths):
+                kept.clear()
         return {
             "bleu": scores["bleu"]["score"],
             "chrf": scores["chrf"]["score"],
-            "generated_length": float(np.mean(lengths)),
+            "generated_length": mean_length,
         }
 
     return compute_metrics

@@ -16,6 +16,7 @@ import random
 import shutil
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,12 +24,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import find_batch_size, gather_object
 from datasets import Dataset
+from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, PredictionOutput, denumpify_detensorize
 from transformers.utils import logging
 
 from vanilla_transformer.data import TokenBatchSampler, TranslationCollator, token_lengths
@@ -111,9 +113,13 @@ class VanillaTransformerTrainingArguments(Seq2SeqTrainingArguments):
                 f"per_device_train_batch_size={rows} and tokens_per_batch={self.tokens_per_batch} exclude each other: "
                 "a batch is bounded by sentences or by tokens; set tokens_per_batch=None for batches of sentences."
             )
-        if self.bf16 and not torch.accelerator.is_available():
+        if (self.bf16 or self.bf16_full_eval) and not torch.accelerator.is_available():
             self.use_cpu = True  # else transformers refuses bfloat16, which processors do have
         super().__post_init__()
+        if self.fp16 and self.device.type == "cpu":
+            logger.warning(
+                "fp16=True has no effect on a processor: accelerate trains in float32 there; bf16=True is for both."
+            )
 
 
 class EpochOfSampler(TrainerCallback):
@@ -180,16 +186,41 @@ class EpochOfCollator(TrainerCallback):
 
 
 class FixedBatches:
-    """Index lists in a fixed order, as a `DataLoader`'s batch sampler."""
+    """Index lists in a fixed order, as a `DataLoader`'s batch sampler.
 
-    def __init__(self, batches: list[list[int]]):
+    Args:
+        batches: This process's batches.
+        steps: Batches of the process that has most of them.
+    """
+
+    def __init__(self, batches: list[list[int]], steps: int):
         self.batches = batches
+        self.steps = steps
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.batches)
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+@dataclass
+class Segment:
+    """What the evaluation knows of one row of the dataset; None where it was not asked for.
+
+    Args:
+        index: Row of the dataset.
+        prediction: Generated ids, shape `(length,)`, or logits, shape `(target_length, vocab_size)`.
+        labels: Its labels, shape `(target_length,)`, -100 for padding.
+        loss: Mean over its own target tokens; not a number where it has none.
+        inputs: What the model was given, by name, one row of each.
+    """
+
+    index: int
+    prediction: Any = None
+    labels: list[int] | None = None
+    loss: float | None = None
+    inputs: dict[str, Any] | None = None
 
 
 class VanillaTransformerTrainer(Seq2SeqTrainer):
@@ -205,6 +236,9 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
       any number of processes; with `predict_with_generate` and a tokenizer, BLEU and chrF are measured without further
       setting;
     - a collator that draws random numbers draws the same ones for a batch after a resume, whatever the workers;
+    - `train_samples_per_second` counts the sentences that were trained on, `eval_steps_per_second` the batches;
+    - a checkpoint that is not whole is never resumed from, and learned positions that are too few for the data are
+      told before the first update;
     - `label_smoothing_factor` is refused: smoothing is the model's (`config.label_smoothing`), and only in training.
 
     Args:
@@ -212,7 +246,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         tokens_per_batch (`int`, *optional*): Replaces that of the training arguments.
 
     Raises:
-        ValueError: `label_smoothing_factor` other than 0, or no `learning_rate` with `warmup_steps` below 1.
+        ValueError: `label_smoothing_factor` other than 0, no `learning_rate` with `warmup_steps` below 1, or an
+            adapter with PEFT's `ensure_weight_tying` on the word matrices.
 
     Source: Vaswani et al. 2017, sections 5.1 to 5.4.
     """
@@ -232,6 +267,12 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                 "label_smoothing in the model's configuration instead (config.label_smoothing, 0.1 by default), which "
                 "smooths in training only."
             )
+        for adapter in (getattr(model, "peft_config", None) or {}).values():
+            if getattr(adapter, "modules_to_tie", None):
+                raise ValueError(
+                    "ensure_weight_tying=True makes PEFT put a linear layer in the place of the decoder's embedding; "
+                    "open the model with tie_word_embeddings=False, or leave ensure_weight_tying out."
+                )
         if args is not None and args.learning_rate is None:
             args = copy.copy(args)  # the caller may use them again, for a model of another width
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
@@ -259,6 +300,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         self._target_tokens_of_run: Any = 0
         self._target_tokens_since = time.perf_counter()
         self.run = TrainingRun()
+        self._sentences = 0
+        self._evaluation_steps: int | None = None
 
     # Learning rate (section 5.3)
 
@@ -289,8 +332,15 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
     # Batches (section 5.1)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches bounded by tokens, or the stock loader without `tokens_per_batch`."""
+        """Batches bounded by tokens, or the stock loader without `tokens_per_batch`.
+
+        Raises:
+            ValueError: No dataset, one of unknown lengths, or a sentence longer than `tokens_per_batch` or than the
+                learned positions reach.
+        """
         if self.tokens_per_batch is None:
+            if self._positions_end() and hasattr(self.train_dataset, "__len__"):
+                self._check_positions(lengths_of(self.train_dataset), "train_dataset")
             return super().get_train_dataloader()
         if self.train_dataset is None:
             raise ValueError("training requires a train_dataset, got None.")
@@ -301,6 +351,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             )
         batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
         source_lengths, target_lengths = lengths_of(self.train_dataset)
+        self._check_positions([source_lengths, target_lengths], "train_dataset")
         sampler = TokenBatchSampler(
             source_lengths,
             target_lengths,
@@ -324,14 +375,46 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         )
         return self.accelerator.prepare(loader)
 
+    def _positions_end(self) -> int | None:
+        """Positions that the model has learned; None where they are computed, which has no end."""
+        config: Any = getattr(self.model, "config", None)
+        learned = getattr(config, "position_embedding", None) == "learned"
+        return config.max_position_embeddings if learned else None
+
+    def _check_positions(self, lengths: list[np.ndarray], dataset: str) -> None:
+        """Raises ValueError where a sentence is longer than the learned positions reach."""
+        positions = self._positions_end()
+        if positions is None:
+            return
+        for side, array in zip(("source", "target"), lengths, strict=False):
+            if len(array) and array.max() > positions:
+                index = int(array.argmax())
+                raise ValueError(
+                    f"sentence {index} of {dataset} has {array[index]} {side} tokens but max_position_embeddings="
+                    f"{positions}: learned positions end there; drop long pairs (max_{side}_tokens of tokenize_pairs) "
+                    f"or take a model with max_position_embeddings={array[index]} or position_embedding='sinusoidal'."
+                )
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains; see `Trainer.train`. `resume_from_checkpoint=True` means the last whole one of `output_dir`."""
+        """Trains; see `Trainer.train`. `resume_from_checkpoint=True` means the last whole one of `output_dir`.
+
+        Raises:
+            ValueError: There is no whole checkpoint, or the one named is not whole; see `fault_of_checkpoint`.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"there is no whole checkpoint to resume from in {self.args.output_dir}.")
+        elif resume_from_checkpoint:
+            fault = fault_of_checkpoint(resume_from_checkpoint)
+            if fault is not None:
+                raise ValueError(
+                    f"{resume_from_checkpoint} is not a whole checkpoint: {fault}; resume_from_checkpoint=True takes "
+                    "the last whole one."
+                )
         if self.args.device.type == "cpu":
             keep_freed_memory()
+        self._sentences = 0
         self._target_tokens_of_run = 0
         self._target_tokens_since = start = time.perf_counter()
         result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -416,15 +499,17 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         cast(Any, super())._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of one update; counts their target tokens for the log."""
+        """The micro-batches of one update; counts their sentences and target tokens for the log."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._sentences += sum(find_batch_size(batch) or 0 for batch in batches)
         if num_items is not None:
             self._target_tokens = self._target_tokens + num_items
             self._target_tokens_of_run = self._target_tokens_of_run + num_items
         return batches, num_items
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs; target tokens a second since the last log are added to training's lines."""
+        """Logs; adds target tokens a second since the last log to training's lines, and mends the stock speeds."""
+        self._mend_speeds(logs)
         if "loss" in logs:
             now = time.perf_counter()
             logs["target_tokens_per_second"] = round(float(self._target_tokens) / (now - self._target_tokens_since), 1)
@@ -432,6 +517,35 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         super().log(logs, *args, **kwargs)
         if "loss" not in logs:  # an evaluation has passed, which is not training time
             self._target_tokens, self._target_tokens_since = 0, time.perf_counter()
+
+    def _mend_speeds(self, metrics: dict[str, float]) -> None:
+        """Puts counted sentences and batches where the stock trainer multiplies by rows that a batch may not have."""
+        if metrics.get("train_runtime") and "train_samples_per_second" in metrics:
+            sentences = self._sentences
+            if self.accelerator.num_processes > 1:
+                sentences = sum(gather_object([sentences]))
+            metrics["train_samples_per_second"] = round(sentences / metrics["train_runtime"], 3)
+        elif self._evaluation_steps is not None:
+            for name in [name for name in metrics if name.endswith("_steps_per_second")]:
+                runtime = metrics.get(f"{name.removesuffix('_steps_per_second')}_runtime")
+                if runtime:
+                    metrics[name] = round((self._evaluation_steps or 0) / runtime, 3)
+            self._evaluation_steps = None
+
+    # Checkpoints
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Saves; one of the same name from an earlier run is no checkpoint from the moment it is written over."""
+        trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
+        """Saves, and waits: what is written next, the trainer's state, says that every process is done."""
+        super()._save_rng_state(*args, **kwargs)
+        self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a checkpoint during training; with the code, which the stock trainer leaves behind."""
@@ -455,23 +569,28 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation requires an eval_dataset, got None.")
-        return self._segments_once(dataset) if hasattr(dataset, "__len__") else super().get_eval_dataloader(dataset)
+        if not hasattr(dataset, "__len__"):
+            return super().get_eval_dataloader(dataset)
+        return self._segments_once(dataset, "eval_dataset")
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As `get_eval_dataloader`."""
         if not hasattr(test_dataset, "__len__"):
             return super().get_test_dataloader(test_dataset)
-        return self._segments_once(test_dataset)
+        return self._segments_once(test_dataset, "test_dataset")
 
-    def _segments_once(self, dataset: Any) -> DataLoader:
-        lengths = list(zip(*(side.tolist() for side in lengths_of(dataset)), strict=True))
+    def _segments_once(self, dataset: Any, name: str) -> DataLoader:
+        sides = lengths_of(dataset)
+        self._check_positions(sides, name)
+        lengths = list(zip(*(side.tolist() for side in sides), strict=True))
         if self.tokens_per_batch is not None:
             batches = list(length_batches(lengths, self.tokens_per_batch))
         else:
             order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
             rows = self.args.per_device_eval_batch_size
             batches = [order[start : start + rows] for start in range(0, len(order), rows)]
-        mine = FixedBatches(batches[self.accelerator.process_index :: self.accelerator.num_processes])
+        processes = self.accelerator.num_processes
+        mine = FixedBatches(batches[self.accelerator.process_index :: processes], -(-len(batches) // processes))
         return DataLoader(
             dataset,
             batch_sampler=cast(Any, mine),
@@ -489,60 +608,69 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
     ) -> EvalLoopOutput:
         """Loss as a mean over all target tokens, and metrics over all segments, each counted once.
 
+        The arguments of the stock loop hold: `include_for_metrics`, `batch_eval_metrics`, `eval_do_concat_batches`,
+        `prediction_loss_only`; `fp16_full_eval` and `bf16_full_eval` move the model to that precision, outside of
+        training, and leave it there. The loss is summed in double precision whatever the model's.
+
         Returns:
             `EvalLoopOutput`. `predictions` are generated ids, shape `(segments, longest)`, padded with -100, in the
             dataset's order (without `predict_with_generate` logits, shape `(segments, longest, vocab_size)`; None
-            where only the loss is asked for); `label_ids` likewise.
+            where only the loss is asked for); `label_ids` likewise. With `eval_do_concat_batches=False` each is a
+            list of such arrays, of as many consecutive segments as the stock evaluation has in a batch. What
+            `compute_metrics` receives has the same form; its `inputs` are the source ids, and its `losses`, shape
+            `(segments,)`, each segment's own mean. With `batch_eval_metrics` it is given tensors, batch by batch, of
+            all processes, and `inputs` is a dict of what the model was given.
         """
+        self._evaluation_steps = None
         if not isinstance(dataloader.batch_sampler, FixedBatches):
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        generates = self.args.predict_with_generate and not loss_only
-        model = self.model
+        by_batch = self.args.batch_eval_metrics and self.compute_metrics is not None and not loss_only
+        model = self._model_for_evaluation()
         was_training = model.training
-        if not self.is_in_train and self.args.device.type != "cpu":
-            model = model.to(self.args.device)
         model.eval()
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "eval", None)):
+            optimizer.eval()  # optimizers that average the weights they are evaluated with
         self.callback_handler.eval_dataloader = dataloader
-        total_loss, total_tokens = 0.0, 0
-        segments: list[tuple[int, list[int] | None, list[int] | None]] = []
-        for indices, batch in zip(dataloader.batch_sampler, dataloader, strict=True):
-            inputs = self._prepare_inputs(batch)
-            labels = inputs.get("labels")
-            predictions: list[Any] = [None] * len(indices)
-            with torch.no_grad():
-                if labels is not None:
-                    with self.compute_loss_context_manager():
-                        outputs = model(**inputs)
-                    tokens = int(labels.ne(-100).sum())
-                    if tokens:  # else some models' loss is 0 / 0
-                        total_loss += float(outputs["loss"]) * tokens
-                        total_tokens += tokens
-                    if not generates and not loss_only:
-                        logits = outputs["logits"]
-                        if self.preprocess_logits_for_metrics is not None:
-                            logits = self.preprocess_logits_for_metrics(logits, labels)
-                        predictions = list(logits.float().cpu().numpy())
-                if generates:
-                    predictions = self._generate(model, inputs).tolist()
-            label_rows = [None] * len(indices) if labels is None else labels.tolist()
-            segments.extend(zip(indices, predictions, label_rows, strict=True))
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        totals = [0.0, 0]
+        segments: list[Segment] = []
+        metrics: dict[str, Any] = {}
+        sampler = dataloader.batch_sampler
+        steps = sampler.steps
+        batches = zip(sampler, dataloader, strict=True)
+        for step in range(steps):
+            pair = next(batches, None)
+            # A process that has run out of batches still takes part in gathering those of the others.
+            batch = [] if pair is None else self._evaluate_batch(model, *pair, loss_only, totals)
+            if by_batch:
+                everyone = gather_object(batch) if self.accelerator.num_processes > 1 else batch
+                if everyone[0].labels is not None:
+                    prediction = self._as_tensors(everyone)
+                    metrics = cast(Any, self.compute_metrics)(prediction, compute_result=step == steps - 1)
+                if description != "Prediction":
+                    batch = [Segment(segment.index) for segment in batch]
+            segments.extend(batch)
+            if pair is not None:
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         model.train(was_training)
 
+        total_loss, total_tokens = totals
         if self.accelerator.num_processes > 1:
             segments = gather_object(segments)
-            total_loss, total_tokens = (
-                sum(parts) for parts in zip(*gather_object([(total_loss, total_tokens)]), strict=True)
-            )
-        segments.sort(key=lambda segment: segment[0])
-        predictions_array = pad_rows([row for _, row, _ in segments])
-        labels_array = pad_rows([row for _, _, row in segments])
-        metrics: dict[str, Any] = {}
-        if self.compute_metrics is not None and predictions_array is not None and labels_array is not None:
-            metrics = self.compute_metrics(EvalPrediction(predictions=predictions_array, label_ids=labels_array))
+            total_loss, total_tokens = (sum(parts) for parts in zip(*gather_object([totals]), strict=True))
+        segments.sort(key=lambda segment: segment.index)
+        predictions = self._arrays_of([segment.prediction for segment in segments])
+        label_ids = self._arrays_of([segment.labels for segment in segments])
+        if self.compute_metrics is not None and not by_batch and predictions is not None and label_ids is not None:
+            losses = self._arrays_of([segment.loss for segment in segments])
+            name = self._main_input_name()
+            inputs = self._arrays_of([(segment.inputs or {}).get(name) for segment in segments])
+            prediction = EvalPrediction(predictions=predictions, label_ids=label_ids, inputs=inputs, losses=losses)
+            metrics = self.compute_metrics(prediction)
+        metrics = dict(metrics)
         if total_tokens:
             metrics["loss"] = total_loss / total_tokens
         prefix = f"{metric_key_prefix}_"
@@ -550,11 +678,94 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             name if name.startswith(prefix) else prefix + name: value
             for name, value in denumpify_detensorize(metrics).items()
         }
+        self._evaluation_steps = steps
         return EvalLoopOutput(
-            predictions=cast(Any, predictions_array),
-            label_ids=labels_array,
-            metrics=metrics,
-            num_samples=len(segments),
+            predictions=cast(Any, predictions), label_ids=label_ids, metrics=metrics, num_samples=len(segments)
+        )
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """As `Seq2SeqTrainer.predict`, each segment once; see `evaluation_loop`."""
+        output = super().predict(*args, **kwargs)
+        self._mend_speeds(cast(dict[str, float], output.metrics))
+        return output
+
+    def _model_for_evaluation(self) -> Any:
+        """The model on its device, outside of training in the precision of `fp16_full_eval` or `bf16_full_eval`."""
+        model = self.model
+        if self.is_in_train or self.is_model_parallel:
+            return model
+        dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
+        if dtype is not None or self.args.device.type != "cpu":
+            model = model.to(device=self.args.device, dtype=dtype)
+        return model
+
+    def _main_input_name(self) -> str:
+        return getattr(self.model, "main_input_name", "input_ids")
+
+    def _evaluate_batch(
+        self, model: Any, indices: list[int], batch: dict[str, Any], loss_only: bool, totals: list
+    ) -> list[Segment]:
+        """Segments of one batch, by rows; adds to `totals`, the summed loss and the tokens it is summed over."""
+        inputs = self._prepare_inputs(batch)
+        labels = inputs.get("labels")
+        segments = [Segment(index) for index in indices]
+        generates = self.args.predict_with_generate and not loss_only
+        with torch.no_grad(), self.accelerator.autocast():  # the model may not have been prepared for training yet
+            if labels is not None:
+                with self.compute_loss_context_manager():
+                    outputs = model(**inputs)
+                tokens = int(labels.ne(-100).sum())
+                if tokens:  # else some models' loss is 0 / 0
+                    totals[0] += float(outputs["loss"]) * tokens
+                    totals[1] += tokens
+                if not loss_only and "loss" in self.args.include_for_metrics:
+                    for segment, loss in zip(segments, mean_losses(outputs["logits"], labels), strict=True):
+                        segment.loss = loss
+                if not generates and not loss_only:
+                    logits = outputs["logits"]
+                    if self.preprocess_logits_for_metrics is not None:
+                        logits = self.preprocess_logits_for_metrics(logits, labels)
+                    if logits.is_floating_point():
+                        logits = logits.float()
+                    for segment, row in zip(segments, logits.cpu().numpy(), strict=True):
+                        segment.prediction = row
+            if generates:
+                for segment, row in zip(segments, self._generate(model, inputs).tolist(), strict=True):
+                    segment.prediction = row
+        if loss_only:
+            return segments
+        if labels is not None:
+            for segment, row in zip(segments, labels.tolist(), strict=True):
+                segment.labels = row
+        if "inputs" in self.args.include_for_metrics:
+            names = inputs if self.args.batch_eval_metrics else [self._main_input_name()]
+            rows = {name: inputs[name].cpu().numpy() for name in names if torch.is_tensor(inputs.get(name))}
+            for number, segment in enumerate(segments):
+                segment.inputs = {name: each[number] for name, each in rows.items()}
+        return segments
+
+    def _arrays_of(self, rows: list[Any]) -> Any:
+        """One array of all rows, or, with `eval_do_concat_batches=False`, a list of them; see `evaluation_loop`."""
+        if self.args.eval_do_concat_batches:
+            return pad_rows(rows)
+        size = self.args.eval_batch_size * self.accelerator.num_processes
+        arrays = [pad_rows(rows[start : start + size]) for start in range(0, len(rows), size)]
+        return None if not arrays or any(array is None for array in arrays) else arrays
+
+    def _as_tensors(self, segments: list[Segment]) -> EvalPrediction:
+        """One batch of all processes in the form that `batch_eval_metrics` gives to `compute_metrics`."""
+
+        def tensor(rows: list[Any]) -> Any:
+            array = pad_rows(rows)
+            return None if array is None else torch.from_numpy(array).to(self.args.device)
+
+        names: Any = segments[0].inputs
+        inputs: Any = names and {name: tensor([cast(dict, each.inputs)[name] for each in segments]) for name in names}
+        return EvalPrediction(
+            predictions=tensor([segment.prediction for segment in segments]),
+            label_ids=tensor([segment.labels for segment in segments]),
+            inputs=inputs,
+            losses=tensor([segment.loss for segment in segments]),
         )
 
     def _generate(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -586,25 +797,37 @@ def lengths_of(dataset: Any) -> list[np.ndarray]:
     return list(np.asarray(rows, dtype=np.int64).T)
 
 
+def mean_losses(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """Unsmoothed loss of each row of a batch, a mean over its labels that are not -100; not a number without any."""
+    losses = cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
+    kept = labels.ne(-100)
+    return (losses.masked_fill(~kept, 0.0).sum(dim=1) / kept.sum(dim=1)).tolist()
+
+
 def pad_rows(rows: list[Any], padding: int = -100) -> np.ndarray | None:
     """Rows of unlike length as one array, shape `(rows, longest, ...)`, filled up with `padding`.
 
-    None where a row is None.
+    Numbers in the place of rows give an array of shape `(rows,)`. None where a row is None.
     """
     if not rows or any(row is None for row in rows):
         return None
     arrays = [np.asarray(row) for row in rows]
+    if arrays[0].ndim == 0:
+        return np.asarray(rows, dtype=np.float32)
     padded = np.full((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), padding, dtype=arrays[0].dtype)
     for index, row in enumerate(arrays):
         padded[index, : len(row)] = row
     return padded
 
 
+# The trainer's own record, which it writes last.
+TRAINER_STATE = "trainer_state.json"
+
+
 def last_whole_checkpoint(folder: str | os.PathLike) -> str | None:
     """The last checkpoint of a run that was written to its end; None where there is none.
 
-    Trainer writes a checkpoint's `trainer_state.json` last, so a run that was killed while it saved leaves a folder
-    without it, or with half of it.
+    Later ones that are not whole (see `fault_of_checkpoint`) are passed over with a warning that says why.
 
     Args:
         folder: The run's `output_dir`; it need not exist.
@@ -615,9 +838,70 @@ def last_whole_checkpoint(folder: str | os.PathLike) -> str | None:
         if path.name.removeprefix("checkpoint-").isdecimal()
     ]
     for _, path in sorted(checkpoints, reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        fault = fault_of_checkpoint(path)
+        if fault is None:
             return str(path)
+        logger.warning(f"{path} is passed over, it is not a whole checkpoint: {fault}.")
+    return None
+
+
+def fault_of_checkpoint(folder: str | os.PathLike) -> str | None:
+    """Why a run cannot go on from a checkpoint; None where it can.
+
+    Trainer writes a checkpoint's `trainer_state.json` last, so a run that was killed while it saved leaves a folder
+    without it, or with half of it. A disk that was full or lost power may also leave other files cut short, which
+    their own tables of contents tell: the numbers themselves are not read.
+
+    Args:
+        folder: The checkpoint.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        return "there is no such folder"
+    if not (path / TRAINER_STATE).is_file():
+        return f"{TRAINER_STATE}, which is written last, is missing"
+    files = sorted(each for each in path.iterdir() if each.is_file())
+    for file in files:
+        try:
+            fault = fault_of_file(file)
+        except OSError as error:
+            fault = str(error)
+        if fault is not None:
+            return f"{file.name} {fault}"
+    if any(each.is_dir() for each in path.iterdir()):
+        return None  # of several adapters, or in shards of another library
+    names = {file.name for file in files}
+    if not any(name.endswith((".safetensors", ".bin")) and "model" in name for name in names):
+        return "there are no weights in it"
+    # All of them, or, with save_only_model, none.
+    states = {"optimizer.pt", "scheduler.pt", "rng_state"}
+    missing = [state for state in sorted(states) if not any(name.startswith(state) for name in names)]
+    return f"{' and '.join(missing)} missing" if missing and len(missing) < len(states) else None
+
+
+def fault_of_file(path: Path) -> str | None:
+    """What is wrong with a file of a checkpoint, judged by its table of contents; None where nothing is."""
+    try:
+        if path.suffix == ".json":
+            contents = json.loads(path.read_text(encoding="utf-8"))
+            if path.name.endswith(".index.json"):
+                missing = {each for each in contents["weight_map"].values() if not (path.parent / each).is_file()}
+                return f"names {min(missing)}, which is missing" if missing else None
+        elif path.suffix == ".safetensors":
+            with path.open("rb") as file:
+                header_length = int.from_bytes(file.read(8), "little")
+                size = path.stat().st_size
+                if header_length + 8 > size:
+                    return f"is cut short at {size} bytes"
+                header = json.loads(file.read(header_length))
+            ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+            whole = 8 + header_length + max(ends, default=0)
+            if size != whole:
+                return f"has {size} bytes where its table of contents says {whole}"
+        elif path.suffix in (".pt", ".pth", ".bin"):
+            zipfile.ZipFile(path).close()
+    except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile):
+        return "is cut short or damaged"
     return None
 
 
@@ -668,6 +952,7 @@ __all__ = [
     "VanillaTransformerTrainer",
     "VanillaTransformerTrainingArguments",
     "bfloat16_gain",
+    "fault_of_checkpoint",
     "keep_freed_memory",
     "last_whole_checkpoint",
     "learning_rate_at",
