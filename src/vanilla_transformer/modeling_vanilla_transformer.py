@@ -813,7 +813,7 @@ def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor 
         raise ValueError(f"give either {prefix}input_ids or {prefix}inputs_embeds, got {found}.")
     given = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
     is_ids = inputs_embeds is None
-    if given.ndim != (2 if is_ids else 3) or given.shape[0] == 0 or given.shape[1] < bool(prefix):
+    if given.ndim != (2 if is_ids else 3) or given.shape[0] == 0 or (prefix and given.shape[1] == 0):
         least = "one row and one token" if prefix else "one row"
         raise ValueError(
             f"{prefix}{'input_ids' if is_ids else 'inputs_embeds'} must have the shape (batch, length"
