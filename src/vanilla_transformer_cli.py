@@ -29,8 +29,13 @@ VERBS = {
     "evaluate": "BLEU, chrF and perplexity of a model on parallel text",
     "score": "log-probabilities of given translations",
     "average": "the last checkpoints of a run as one model",
+    "convert": "take over a model that others trained, or write one for other tools",
     "push": "upload a model with its code, tokenizer, settings and card to the Hub",
 }
+
+# Formats of `convert`; vanilla_transformer.convert.FORMATS tells more of each.
+READ_FORMATS = ("marian",)
+WRITTEN_FORMATS = ("marian",)
 
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
 LONGEST_MESSAGE = 800  # characters; some messages of transformers list every model there is
@@ -121,6 +126,15 @@ def output_folder(text: str) -> str:
         raise argparse.ArgumentTypeError(f"cannot make the folder {text}: {existing} is a file")
     if not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"no permission to write into {existing}")
+    return text
+
+
+def new_folder(text: str) -> str:
+    """The path of a folder that can be made, or is there and empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder to write to, got an empty name")
+    if os.path.isdir(output_folder(text)) and os.listdir(text):
+        raise argparse.ArgumentTypeError(f"expected a new or an empty folder, but {text} is not empty")
     return text
 
 
@@ -317,6 +331,40 @@ def evaluate_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def convert_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer convert`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} convert",
+        description="Takes over a model that others trained (--from), or writes a model of this package for other "
+        "tools (--to). What cannot be represented exactly is refused with the reason.",
+    )
+    direction = parser.add_mutually_exclusive_group(required=True)
+    direction.add_argument(
+        "--from", dest="read", choices=READ_FORMATS, default=None, help="the format in which --model is"
+    )
+    direction.add_argument("--to", dest="write", choices=WRITTEN_FORMATS, default=None, help="the format to write")
+    parser.add_argument(
+        "--model",
+        required=True,
+        type=model_name,
+        metavar="M",
+        default=argparse.SUPPRESS,
+        help="folder, or name on the Hub",
+    )
+    parser.add_argument(
+        "--output_dir",
+        required=True,
+        type=new_folder,
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="a new or an empty folder, which is written whole or not at all",
+    )
+    parser.add_argument(
+        "--revision", metavar="R", default=argparse.SUPPRESS, help="branch, tag or commit on the Hub (default: main)"
+    )
+    return parser
+
+
 def push_parser() -> argparse.ArgumentParser:
     """Arguments of `vanilla-transformer push`."""
     parser = OneLineParser(
@@ -451,6 +499,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "evaluate": evaluate_parser,
     "score": score_parser,
     "average": average_parser,
+    "convert": convert_parser,
     "push": push_parser,
 }
 

@@ -435,7 +435,7 @@ def load_translator(
     Args:
         name: A folder that `save_pretrained` wrote, or the name of a model on the Hub.
         device: Where to put the model, such as "cpu" or "cuda:0"; None means "cuda" where there is one, else "cpu".
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16" or "float16", or "auto" for that of the saved weights.
         revision: Branch, tag or commit on the Hub; None means the main branch.
         trust_remote_code: Whether code that lies beside the weights may run. This package's own models do not need it.
 
@@ -448,9 +448,9 @@ def load_translator(
         ValueError: The folder has no safetensors, or not all weights of the model; the model is no encoder-decoder;
             `device` or `dtype` does not exist here.
     """
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}.")
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if torch_dtype != "auto" and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
+        raise ValueError(f"dtype must be float32, bfloat16, float16 or auto, got {dtype!r}.")
     place = _usable_device(device)
     if os.path.isdir(name):
         _require_model_folder(name)
