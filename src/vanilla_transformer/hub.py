@@ -37,6 +37,8 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 CODE = tuple(
     f"{part}_vanilla_transformer.py" for part in ("configuration", "generation", "modeling", "pipeline")
 )  # what travels with every saved model
+# The file without which a folder has no tokenizer: ours, or that of a model converted from Marian.
+TOKENIZERS = ("tokenizer.json", "source.spm")
 # All that a repository of a model holds; checkpoints, optimiser states and pickles beside it stay at home.
 PUSHED = (
     CARD,
@@ -53,6 +55,7 @@ PUSHED = (
     "added_tokens.json",
     "chat_template.jinja",
     "vocab.json",
+    "target_vocab.json",
     "merges.txt",
     "*.spm",
     "*.model",
@@ -620,7 +623,8 @@ def files_to_push(folder: str | os.PathLike, repo_id: str, *, license: str | Non
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
-    for name, what in (("config.json", "configuration"), ("tokenizer.json", "tokenizer")):
+    tokenizer = next((name for name in TOKENIZERS if (path / name).is_file()), TOKENIZERS[0])
+    for name, what in (("config.json", "configuration"), (tokenizer, "tokenizer")):
         if not (path / name).is_file():
             raise FileNotFoundError(f"{folder} holds no {name}; without its {what} nobody could use the model.")
     settings = json.loads((path / "config.json").read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -462,7 +463,7 @@ def load_translator(
                 f"{name} holds a model of type {config.model_type!r}, which is no encoder-decoder and so cannot "
                 "translate here; pass a sequence-to-sequence model."
             )
-        tokenizer = _open_tokenizer(name, options)
+        tokenizer = open_tokenizer(name, options)
         with _without_load_report():
             model, report = AutoModelForSeq2SeqLM.from_pretrained(
                 name, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, **options
@@ -502,12 +503,31 @@ def load_translator(
     return model.to(place).eval(), tokenizer
 
 
-def _open_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer, with one kind of error for whatever is wrong with its files."""
+def open_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model.
+
+    Args:
+        name: A folder, or a name on the Hub.
+        options: Arguments of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        OSError: There is none.
+        ImportError: It needs a package that is not installed.
+        ValueError: Whatever is wrong with its files.
+    """
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
+        with warnings.catch_warnings():
+            # Marian's tokenizer recommends a package on being opened, and never uses it.
+            warnings.filterwarnings("ignore", message="Recommended: pip install sacremoses")
+            return AutoTokenizer.from_pretrained(name, **options)
     except OSError:
         raise
+    except ImportError as error:
+        if "sentencepiece" not in str(error).lower():
+            raise
+        raise ImportError(
+            f'the tokenizer in {name} needs the package sentencepiece: pip install "vanilla-transformer[export]"'
+        ) from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"the tokenizer in {name} cannot be used: {reason}") from error
