@@ -13,11 +13,11 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MarianConfig, MarianMTModel
+from transformers import AutoConfig, GenerationConfig, MarianConfig, MarianMTModel
 from transformers.initialization import no_init_weights
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -28,7 +28,7 @@ from vanilla_transformer.modeling_vanilla_transformer import (
     sinusoidal_encoding,
     without_conversion_service,
 )
-from vanilla_transformer.translation import load_translator
+from vanilla_transformer.translation import load_translator, open_tokenizer
 
 
 # Marian's names on the left; its "gelu" is the exact one, as ours is.
@@ -41,6 +41,7 @@ MAX_LENGTH = 512
 # The paper's length penalty ranks as `length ** p` does near this number of tokens.
 TYPICAL_LENGTH = 20
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SENTENCEPIECE_FILES = ("source.spm", "target.spm")
 
 
@@ -144,7 +145,7 @@ def from_marian(model: MarianMTModel) -> VanillaTransformerForConditionalGenerat
         tie_word_embeddings=tied,
         use_cache=marian.use_cache,
         bos_token_id=marian.bos_token_id,
-        pad_token_id=marian.pad_token_id,
+        pad_token_id=cast(int, marian.pad_token_id),
         eos_token_id=marian.eos_token_id,
         decoder_start_token_id=marian.decoder_start_token_id,
     )
@@ -209,7 +210,7 @@ def to_marian(model: VanillaTransformerForConditionalGeneration) -> MarianMTMode
         bos_token_id=ours.bos_token_id,
         pad_token_id=ours.pad_token_id,
         eos_token_id=ours.eos_token_id,
-        decoder_start_token_id=ours.decoder_start_token_id,
+        decoder_start_token_id=cast(int, ours.decoder_start_token_id),
         forced_eos_token_id=settings.get("forced_eos_token_id"),  # 0 unless told otherwise, which is a word here
     )
     weights = model.state_dict()
@@ -218,7 +219,7 @@ def to_marian(model: VanillaTransformerForConditionalGeneration) -> MarianMTMode
     state = {"final_logits_bias": bias[None]}
     for name, theirs, axis in weight_names(ours.encoder_layers, ours.decoder_layers):
         if name not in weights and name.endswith("_proj.bias") and not ours.attention_bias:
-            state[theirs] = torch.zeros_like(weights[name.replace("_proj.bias", "_proj.weight")][:, 0])
+            state[theirs] = torch.zeros_like(state[theirs.removesuffix("bias") + "weight"][:, 0])
             continue
         weight = weights.pop(name)
         state[theirs] = weight if axis is None else weight.index_select(axis, order)
@@ -326,7 +327,9 @@ def settings_for_marian(model: VanillaTransformerForConditionalGeneration) -> di
         # d log ((5 + n) / 6) ** p / d log n, at the typical n: there both rank longer against shorter alike.
         settings["length_penalty"] = round(exponent * TYPICAL_LENGTH / (5 + TYPICAL_LENGTH), 4)
     if settings.pop("max_new_tokens_over_source", None) is not None:
-        settings.setdefault("max_length", min(MAX_LENGTH, model.config.max_position_embeddings))
+        # Other limits of the model's own settings are not in force beside that one.
+        settings.pop("max_new_tokens", None)
+        settings["max_length"] = min(MAX_LENGTH, model.config.max_position_embeddings)
         if settings.get("early_stopping") == "never":
             # It asks what the longest translation could still reach, which is useful with a limit near the source's.
             settings["early_stopping"] = False
@@ -379,7 +382,7 @@ def read(name: str, folder: Path, revision: str | None = None) -> list[str]:
     original, tokenizer = load_marian(name, revision)
     model = from_marian(original)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     differences = []
     if not original.config.scale_embedding:
         differences.append(
@@ -412,12 +415,11 @@ def load_marian(name: str, revision: str | None) -> tuple[MarianMTModel, Any]:
     check_marian(config)
     if any(file_of(name, file, revision) for file in SENTENCEPIECE_FILES):
         require(("sentencepiece",), "the tokenizer of this model", "export")
-    model: MarianMTModel
-    report: dict[str, Any]
+    marian: Any = MarianMTModel  # from_pretrained returns a pair here, which its type does not say
     try:
         with without_conversion_service():
             # weights_only: many OPUS-MT repositories have nothing but a pickle, which may not run code.
-            model, report = MarianMTModel.from_pretrained(
+            model, report = marian.from_pretrained(
                 name, dtype="auto", weights_only=True, output_loading_info=True, **options
             )
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
@@ -425,11 +427,7 @@ def load_marian(name: str, revision: str | None) -> tuple[MarianMTModel, Any]:
     for kind, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
         if report[kind]:
             raise ValueError(f"{name} {what} {len(report[kind])} weights, such as {min(report[kind])}.")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except (KeyError, TypeError, AssertionError, RuntimeError) as error:
-        raise ValueError(f"the tokenizer in {name} cannot be used: {type(error).__name__}: {error}") from error
-    return model, tokenizer
+    return model, open_tokenizer(name, options)
 
 
 def write(name: str, folder: Path, revision: str | None = None) -> list[str]:
@@ -453,7 +451,11 @@ def write(name: str, folder: Path, revision: str | None = None) -> list[str]:
             f"{name} holds a model of type {model.config.model_type!r}; --to marian writes those of this package."
         )
     to_marian(model).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    settings = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the same class by a name that transformers 4 knows
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
     record = file_of(name, RECORD, revision)
     if record is not None:
         shutil.copyfile(record, folder / RECORD)
@@ -468,6 +470,13 @@ def write(name: str, folder: Path, revision: str | None = None) -> list[str]:
         tags={"vanilla-transformer": False, "marian": True},
     )
     return differences
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Saves a tokenizer without what loading noted of this machine."""
+    for name in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(folder)
 
 
 MARIAN_USE = """```python
