@@ -20,6 +20,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel, pi
 
 import vanilla_transformer_cli as cli
 from conftest import TINY_CORPUS
+from hub_client import HubClient
+from hub_server import HubServer
 from marians import let_vary, marian_tokenizer_files, sentences, small_marian
 from small_models import padded, randomise, small_model, words
 from test_hub_code_travels import elsewhere
@@ -423,6 +425,29 @@ def test_a_pickled_marian_is_read_and_a_pickle_with_code_in_it_is_not_run(marian
     assert not (tmp_path / "planted").exists()
 
 
+@pytest.mark.slow
+def test_a_pickled_marian_on_the_hub_is_read_at_its_revision(marian_folder, tmp_path):
+    """Through the real client, as most OPUS-MT repositories are, and without a word to any other service."""
+    torch.save(MarianMTModel.from_pretrained(marian_folder).state_dict(), tmp_path / "pytorch_model.bin")
+    files = {path.name: path.read_bytes() for path in [*marian_folder.iterdir(), tmp_path / "pytorch_model.bin"]}
+    del files["model.safetensors"]
+    with HubServer({"secret": "user"}) as hub, HubClient(hub.environment(tmp_path / "home", token="secret")) as client:
+        hub.add_repository("user/opus-mt", {**files, "config.json": b"{}"})
+        commit = hub.add_commit("user/opus-mt", files)
+        hub.add_commit("user/opus-mt", {"vocab.json": b"{}"})
+        code = """
+            from vanilla_transformer.convert import convert_from
+            result = convert_from("marian", "user/opus-mt", folder, revision=revision)
+        """
+        assert client.run(code, folder=str(tmp_path / "ours"), revision=commit.id) == []
+        assert client.connections == []
+    lines = sentences(40, seed=9)
+    assert translations(tmp_path / "ours", lines) == translations(marian_folder, lines)
+    card = (tmp_path / "ours" / "README.md").read_text()
+    assert "base_model: user/opus-mt" in card
+    assert "license: cc-by-4.0" in card
+
+
 # --- Folders out ----------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +577,7 @@ def test_mistakes_of_the_user_are_one_line_each(our_folder, tmp_path, capsys):
         ("--from", our_folder, new, "model of type 'vanilla_transformer', not a MarianMTModel"),
         ("--from", empty, new, "no config.json in the folder"),
         ("--from", tmp_path / "nowhere", new, "no such folder"),
+        ("--from", "no-such/model", new, r"cannot open the model no-such/model \(no folder of that name here"),
         ("--from", broken, new, "(?i)safetensor|header|invalid"),
         ("--from", deep, new, "lacks 16 weights, such as model.encoder.layers.2"),
         ("--from", uneven, new, "encoder_attention_heads=4 and decoder_attention_heads=2"),

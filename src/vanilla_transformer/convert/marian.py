@@ -409,19 +409,22 @@ def load_marian(name: str, revision: str | None) -> tuple[MarianMTModel, Any]:
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise FileNotFoundError(f"no config.json in the folder {name}; expected that of a MarianMTModel.")
     options: dict[str, Any] = {"revision": revision}
-    config = AutoConfig.from_pretrained(name, **options)
-    if config.model_type != "marian":
-        raise ValueError(f"{name} holds a model of type {config.model_type!r}, not a MarianMTModel.")
-    check_marian(config)
-    if any(file_of(name, file, revision) for file in SENTENCEPIECE_FILES):
-        require(("sentencepiece",), "the tokenizer of this model", "export")
     marian: Any = MarianMTModel  # from_pretrained returns a pair here, which its type does not say
     try:
+        config = AutoConfig.from_pretrained(name, **options)
+        if config.model_type != "marian":
+            raise ValueError(f"{name} holds a model of type {config.model_type!r}, not a MarianMTModel.")
+        check_marian(config)
+        if any(file_of(name, file, revision) for file in SENTENCEPIECE_FILES):
+            require(("sentencepiece",), "the tokenizer of this model", "export")
         with without_conversion_service():
             # weights_only: many OPUS-MT repositories have nothing but a pickle, which may not run code.
             model, report = marian.from_pretrained(
                 name, dtype="auto", weights_only=True, output_loading_info=True, **options
             )
+    except OSError as error:
+        where = "" if os.path.isdir(name) else " (no folder of that name here, so it was looked for on the Hub)"
+        raise OSError(f"cannot open the model {name}{where}: {error}") from error
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"the weights in {name} cannot be used: {error}") from error
     for kind, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
