@@ -257,6 +257,7 @@ def test_the_papers_penalty_becomes_its_tangent_and_its_limit_a_fixed_one():
     # Both prefer 21 to 19 tokens by the same factor.
     assert (21 / 19) ** p == pytest.approx(paper(21) / paper(19), rel=1e-4)
     assert (settings.num_beams, settings.max_length, settings.early_stopping) == (4, 512, False)
+    assert to_marian(ours).config.forced_eos_token_id is None  # 0 is the end of sentence there, and a word here
     assert not hasattr(settings, "length_penalty_type")
     assert not hasattr(settings, "max_new_tokens_over_source")
     told = " / ".join(lost_settings(ours))
@@ -423,6 +424,8 @@ def test_a_pickled_marian_is_read_and_a_pickle_with_code_in_it_is_not_run(marian
     torch.save({"lm_head.weight": Planted()}, folder / "pytorch_model.bin")
     assert_one_line(capsys, "--from", folder, tmp_path / "again", "weights_only|Weights only|cannot be used")
     assert not (tmp_path / "planted").exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "planted").exists()  # so the file would have done it
 
 
 @pytest.mark.slow
