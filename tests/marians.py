@@ -149,3 +149,15 @@ def let_vary(model: MarianMTModel) -> None:
         model.final_logits_bias[0, model.config.eos_token_id] += 2
     model.generation_config.max_length = 14
     model.generation_config.no_repeat_ngram_size = 2
+
+
+def with_exact_positions(model: MarianMTModel) -> MarianMTModel:
+    """The model with its formula of positions evaluated in its own precision; Marian rounds them to float32."""
+    length, d_model = model.config.max_position_embeddings, model.config.d_model
+    rows = [[position / 10000 ** (2 * (j // 2) / d_model) for j in range(d_model)] for position in range(length)]
+    angles = torch.tensor(rows, dtype=torch.float64)
+    table = torch.cat([angles[:, 0::2].sin(), angles[:, 1::2].cos()], dim=1)
+    with torch.no_grad():
+        for stack in (model.model.encoder, model.model.decoder):
+            stack.embed_positions.weight.copy_(table)
+    return model

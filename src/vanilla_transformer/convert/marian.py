@@ -224,7 +224,8 @@ def to_marian(model: VanillaTransformerForConditionalGeneration) -> MarianMTMode
         weight = weights.pop(name)
         state[theirs] = weight if axis is None else weight.index_select(axis, order)
     check_nothing_left(weights)
-    table = sinusoidal_encoding(torch.arange(ours.max_position_embeddings), ours.d_model)
+    # Loaded from a file, Marian computes them anew, in float32.
+    table = sinusoidal_encoding(torch.arange(ours.max_position_embeddings), ours.d_model, dtype=model.dtype)
     for stack in ("encoder", "decoder"):
         state[f"model.{stack}.embed_positions.weight"] = table[:, order.cpu()]
     if ours.tie_word_embeddings:
