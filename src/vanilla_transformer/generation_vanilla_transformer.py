@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils import logging
 
 from .configuration_vanilla_transformer import PAPER_DECODING
@@ -30,6 +30,10 @@ from .configuration_vanilla_transformer import PAPER_DECODING
 logger = logging.get_logger(__name__)
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hub")
+
+# transformers renamed `past_key_values` to `cache` within version 5; outputs carry, and its generate() knows, the name
+# of the installed one.
+CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 
 
 def warn_of_missing_mask() -> None:
@@ -466,6 +470,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """
         given = generation_config if generation_config is not self.generation_config else None
         settings = copy.deepcopy(given)
+        if CACHE != "cache" and "cache" in kwargs:
+            kwargs[CACHE] = kwargs.pop("cache")
 
         def setting(name: str) -> Any:
             """The value in force: from the call, else from its generation_config, else from the model's."""

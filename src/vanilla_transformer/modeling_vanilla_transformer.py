@@ -35,6 +35,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .generation_vanilla_transformer import (
+    CACHE,
     VanillaTransformerGenerationMixin,
     as_model_output,
     paper_generation_config,
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# transformers renamed `past_key_values` to `cache` within version 5; outputs carry whichever name the installed one
-# has.
-CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 accept_old_cache_name = deprecate_kwarg(
     "past_key_values", version="5.40.0" if CACHE == "cache" else "5.0.0", new_name="cache"
 )
