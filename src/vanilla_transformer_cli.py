@@ -40,6 +40,10 @@ WRITTEN_FORMATS = ("marian",)
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
 LONGEST_MESSAGE = 800  # characters; some messages of transformers list every model there is
 
+COMPUTE_TYPES = (
+    *("float32", "float16", "bfloat16", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "auto"),
+)
+
 # Whose errors tell of the Hub or of the way there; the client's HTTP library has changed its name.
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
@@ -274,7 +278,20 @@ def translate_parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="lines read and sorted by length together; 1 answers each at once (default: 10000; 1 at a terminal)",
     )
-    parser.add_argument("--backend", choices=("torch",), default="torch", help="what computes")
+    parser.add_argument(
+        "--backend",
+        choices=("torch", "ctranslate2"),
+        default="torch",
+        help="what computes; ctranslate2 (extra [export]) takes a folder of its own or converts M on the way",
+    )
+    parser.add_argument(
+        "--compute_type",
+        choices=COMPUTE_TYPES,
+        metavar="T",
+        default=argparse.SUPPRESS,
+        help=f"precision of ctranslate2, in place of --dtype: {', '.join(COMPUTE_TYPES)} (default: that of the stored "
+        "weights)",
+    )
     return parser
 
 

@@ -570,6 +570,11 @@ def _require_model_folder(folder: str) -> None:
         raise FileNotFoundError(f"no config.json in the folder {folder}{hint}")
     weights = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
     if not weights:
+        if glob.glob(os.path.join(glob.escape(folder), "*_vocabulary.*")) and "model.bin" in os.listdir(folder):
+            raise ValueError(
+                f"{folder} holds a CTranslate2 model: translate with --backend ctranslate2, or pass the model that it "
+                "was converted from."
+            )
         others = sorted(
             name
             for name in os.listdir(folder)

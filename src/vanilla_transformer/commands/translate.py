@@ -1,5 +1,6 @@
 """`vanilla-transformer translate`: line i out belongs to line i in."""
 
+import argparse
 import sys
 from collections.abc import Iterator
 from itertools import tee
@@ -21,7 +22,9 @@ def main(argv: list[str]) -> int:
 
     Raises:
         ValueError: More translations of a line are asked for than there are beams, token probabilities as text, or
-            what `read_lines`, `load_translator` and `translate_lines` raise.
+            an argument
+            of the other backend, or what `read_lines`, `load_translator`, `load_ctranslate2` and `translate_lines`
+            raise.
     """
     arguments = translate_parser().parse_args(argv)
     given = vars(arguments)
@@ -35,13 +38,7 @@ def main(argv: list[str]) -> int:
         sources: Iterator[str] = iter(())
         if as_json:
             lines, sources = tee(lines)  # which holds what is read and not yet answered
-        model, tokenizer = load_translator(
-            arguments.model,
-            device=given.get("device"),
-            dtype=arguments.dtype,
-            revision=given.get("revision"),
-            trust_remote_code=arguments.trust_remote_code,
-        )
+        model, tokenizer = open_translator(arguments)
         settings = {name: given[name] for name in GENERATION_ARGUMENTS if name in given}
         num_beams = settings.get("num_beams") or model.generation_config.num_beams or 1
         if arguments.n_best > num_beams:
@@ -74,6 +71,29 @@ def main(argv: list[str]) -> int:
             if number % window == 0:
                 output.flush()
     return 0
+
+
+def open_translator(arguments: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:
+    """What has `generate()` in the backend that was asked for, and the tokenizer.
+
+    Raises:
+        ValueError: An argument of the other backend.
+    """
+    given = vars(arguments)
+    options = {
+        "device": given.get("device"),
+        "revision": given.get("revision"),
+        "trust_remote_code": arguments.trust_remote_code,
+    }
+    if arguments.backend == "torch":
+        if "compute_type" in given:
+            raise ValueError("--compute_type is of --backend ctranslate2; for torch give --dtype.")
+        return load_translator(arguments.model, dtype=arguments.dtype, **options)
+    if arguments.dtype != "float32":
+        raise ValueError("--dtype is of --backend torch; for ctranslate2 give --compute_type.")
+    from vanilla_transformer.convert.ctranslate2 import load_ctranslate2
+
+    return load_ctranslate2(arguments.model, compute_type=given.get("compute_type", "default"), **options)
 
 
 def as_record(source: str, hypotheses: list[Hypothesis], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:

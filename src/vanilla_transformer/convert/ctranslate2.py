@@ -1,0 +1,736 @@
+"""CTranslate2: models of this package out to it, and translation with it in place of torch.
+
+Every departure that the configuration knows has an exact counterpart there: positions are a table, heads of unequal
+widths are padded with zeros, norms and biases are optional. What CTranslate2's own beam search lacks is the paper's
+length penalty and a stop rule that waits for it; `CTranslate2Translator.generate` says how it comes near.
+
+Importing this module registers the model with CTranslate2's converter, so that
+
+    python -m vanilla_transformer.convert.ctranslate2 --model FOLDER --output_dir D
+
+is `ct2-transformers-converter` for models of this package, with all of its options.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import ModelOutput
+
+
+try:
+    import ctranslate2
+    from ctranslate2.converters.transformers import ModelLoader, register_loader
+    from ctranslate2.converters.transformers import main as stock_main
+    from ctranslate2.converters.utils import fuse_linear
+    from ctranslate2.specs import common_spec, transformer_spec
+    from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
+except ImportError as error:
+    raise ImportError(
+        f'this needs CTranslate2: pip install "vanilla-transformer[export]" (the import said: {error})'
+    ) from error
+
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.generation_vanilla_transformer import LENGTH_PENALTY_TYPES
+from vanilla_transformer.modeling_vanilla_transformer import sinusoidal_encoding
+from vanilla_transformer.translation import load_translator, ranking_penalty, token_limit
+
+
+ACTIVATIONS = {
+    "relu": common_spec.Activation.RELU,
+    "gelu": common_spec.Activation.GELU,
+    "silu": common_spec.Activation.SWISH,
+}
+
+# Rows of the table of sinusoids, which have no end of their own; more where the tokenizer lets longer texts through.
+POSITIONS = 2048
+MOST_POSITIONS = 32768
+
+# How many times more translations than beams are to be complete before the search ends, where the stop rule is not
+# `early_stopping=True` (which is 1). With 2 it mostly ends with the translation that "never" ends with.
+PATIENCE = 2.0
+# Tokens of a translation where nothing sets a limit, as in transformers.
+STOCK_NEW_TOKENS = 20
+
+# Settings of generate() that CTranslate2 follows; any other is refused where it would change something.
+SETTINGS = frozenset(
+    {
+        *("num_beams", "num_return_sequences", "early_stopping", "length_penalty", "length_penalty_type"),
+        *("max_new_tokens", "max_length", "max_new_tokens_over_source", "min_new_tokens", "min_length"),
+        *("no_repeat_ngram_size", "return_dict_in_generate", "output_scores"),
+        *("bos_token_id", "pad_token_id", "eos_token_id", "decoder_start_token_id"),
+        *("use_cache", "transformers_version"),
+    }
+)
+
+# The part of CTranslate2's config.json that is ours: the model's configuration and the length of its table.
+OUR_SETTINGS = "vanilla_transformer"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversion
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class TransformerSpec(transformer_spec.TransformerSpec):
+    """CTranslate2's model with files beside it, of which `--copy_files` may bring one again."""
+
+    def register_file(self, path: str, filename: str | None = None) -> None:
+        """Adds a file to the folder, in place of one of the same name."""
+        self._files.pop(os.path.basename(path) if filename is None else filename, None)
+        super().register_file(path, filename)
+
+
+@register_loader("VanillaTransformerConfig")
+class VanillaTransformerLoader(ModelLoader):
+    """Describes a model of this package to CTranslate2.
+
+    Args:
+        max_positions: Rows of the table of sinusoids; None means `POSITIONS`, or what the tokenizer's limit asks for.
+    """
+
+    def __init__(self, max_positions: int | None = None):
+        self.max_positions = max_positions
+
+    @property
+    def architecture_name(self) -> str:
+        """Where transformers finds the class that opens the model."""
+        return "AutoModelForSeq2SeqLM"
+
+    def __call__(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> TransformerSpec:
+        """The whole model, with its tokenizer and generation settings as files beside it."""
+        config = model.config
+        if len(tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} words and the model {config.vocab_size}: it is not the tokenizer "
+                "of this model."
+            )
+        for name in ("decoder_start_token_id", "eos_token_id"):
+            if getattr(config, name) is None:
+                raise ValueError(f"CTranslate2 needs {name}, and the configuration of the model has none.")
+        rows = self.rows_of_positions(model, tokenizer)
+        encoder = self.stack_spec(transformer_spec.TransformerEncoderSpec, model.model.encoder, rows)
+        decoder = self.stack_spec(transformer_spec.TransformerDecoderSpec, model.model.decoder, rows)
+        set_linear(decoder.projection, model.lm_head)
+        spec = TransformerSpec(encoder, decoder)
+        tokens = self.get_vocabulary(model, tokenizer)
+        spec.register_source_vocabulary(tokens)
+        spec.register_target_vocabulary(tokens)
+        ends = config.eos_token_id
+        spec.config.eos_token = tokens[ends[0] if isinstance(ends, list) else ends]
+        spec.config.decoder_start_token = tokens[config.decoder_start_token_id]
+        # Used only where a text holds words that the vocabulary lacks, which those of its own tokenizer never do.
+        spec.config.bos_token = spec.config.decoder_start_token
+        spec.config.unk_token = tokens[config.pad_token_id]
+        spec.config.layer_norm_epsilon = config.layer_norm_eps
+        settings = {"config": json.loads(config.to_json_string()), "max_positions": rows}
+        spec.config.add_attribute(OUR_SETTINGS, settings)
+        register_files(spec, model, tokenizer)
+        return spec
+
+    def get_model_spec(self, model: Any) -> TransformerSpec:
+        """Part of the interface of CTranslate2; `__call__` does all of it."""
+        raise TypeError("a model of this package is converted together with its tokenizer: call the loader.")
+
+    def get_vocabulary(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """One token for each row of the embedding matrix, also for those that the tokenizer leaves unused."""
+        by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        return [by_id.get(token_id, f"<unused_{token_id}>") for token_id in range(model.config.vocab_size)]
+
+    def rows_of_positions(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+        """How many positions the converted model knows."""
+        if model.config.position_embedding == "learned":
+            return model.config.max_position_embeddings
+        if self.max_positions is not None:
+            return self.max_positions
+        over_source = getattr(model.generation_config, "max_new_tokens_over_source", None) or 0
+        return max(POSITIONS, min((token_limit(tokenizer) or 0) + over_source, MOST_POSITIONS))
+
+    def stack_spec(self, spec_class: Callable[..., Any], stack: Any, rows: int) -> Any:
+        """The encoder or the decoder, without the output projection."""
+        config = stack.config
+        spec = spec_class(
+            len(stack.layers),
+            config.num_heads,
+            pre_norm=config.has_final_norm,  # which only decides whether there is a place for the last norm
+            activation=ACTIVATIONS[config.activation],
+        )
+        spec.pre_norm = config.norm_first
+        if config.has_final_norm:
+            set_layer_norm(spec.layer_norm, stack.norm)
+        spec.scale_embeddings = True  # by sqrt(d_model)
+        embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
+        embeddings.weight = weights_of(stack.embed_tokens.weight)
+        learned = stack.positions.embed_positions
+        if learned is None:
+            table = sinusoidal_encoding(torch.arange(rows), config.d_model).to(embeddings.weight.dtype)
+        else:
+            table = weights_of(learned.weight)
+        spec.position_encodings.encodings = table
+        for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
+            set_attention(layer_spec.self_attention, layer.self_attention)
+            set_layer_norm(layer_spec.self_attention.layer_norm, layer.self_attention_norm)
+            if hasattr(layer, "cross_attention"):
+                set_attention(layer_spec.attention, layer.cross_attention)
+                set_layer_norm(layer_spec.attention.layer_norm, layer.cross_attention_norm)
+            set_linear(layer_spec.ffn.linear_0, layer.feed_forward.fc1)
+            set_linear(layer_spec.ffn.linear_1, layer.feed_forward.fc2)
+            set_layer_norm(layer_spec.ffn.layer_norm, layer.feed_forward_norm)
+        return spec
+
+
+def weights_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's numbers, where CTranslate2 can read them."""
+    return parameter.detach().cpu()
+
+
+def set_linear(spec: Any, linear: torch.nn.Linear) -> None:
+    """Copies a projection."""
+    spec.weight = weights_of(linear.weight)
+    if linear.bias is not None:
+        spec.bias = weights_of(linear.bias)
+
+
+def set_layer_norm(spec: Any, norm: torch.nn.LayerNorm) -> None:
+    """Copies a layer normalisation."""
+    spec.gamma, spec.beta = weights_of(norm.weight), weights_of(norm.bias)
+
+
+def set_attention(spec: Any, attention: Any) -> None:
+    """Copies multi-head attention, with the projections side by side as CTranslate2 has them.
+
+    There every head has one width for queries, keys and values. Where d_k and d_v differ the narrower gets zeros up to
+    the wider, which add nothing to q . k, nor, behind zeros in W^O, to the output.
+    """
+    d_k, d_v = attention.config.head_dimensions
+    num_heads, width = attention.num_heads, max(d_k, d_v)
+    projections = []
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection = common_spec.LinearSpec()
+        projection.weight = widen_heads(weights_of(linear.weight), num_heads, width)
+        if linear.bias is not None:
+            projection.bias = widen_heads(weights_of(linear.bias), num_heads, width)
+        projections.append(projection)
+    if attention.is_cross_attention:
+        fuse_linear(spec.linear[0], projections[:1])
+        fuse_linear(spec.linear[1], projections[1:])
+    else:
+        fuse_linear(spec.linear[0], projections)
+    set_linear(spec.linear[-1], attention.out_proj)
+    spec.linear[-1].weight = widen_heads(weights_of(attention.out_proj.weight).T, num_heads, width).T.contiguous()
+    spec.queries_scale = float(d_k**-0.5)
+
+
+def widen_heads(matrix: torch.Tensor, num_heads: int, width: int) -> torch.Tensor:
+    """Shape `(num_heads * old_width, ...)` to `(num_heads * width, ...)`: zeros behind each head's rows."""
+    heads = matrix.unflatten(0, (num_heads, -1))
+    wide = heads.new_zeros(num_heads, width, *matrix.shape[1:])
+    wide[:, : heads.shape[1]] = heads
+    return wide.flatten(0, 1)
+
+
+def register_files(spec: TransformerSpec, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Lets tokenizer and generation settings come into the folder when CTranslate2 writes it."""
+    folder = tempfile.TemporaryDirectory(prefix="vanilla_transformer_")
+    tokenizer.save_pretrained(folder.name)
+    model.generation_config.save_pretrained(folder.name)
+    for path in sorted(Path(folder.name).iterdir()):
+        if path.is_file():
+            spec.register_file(str(path))
+    object.__setattr__(spec, "_folder_of_files", folder)  # lives, with its files, as long as the description
+
+
+def to_ctranslate2(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: str | os.PathLike,
+    quantization: str | None = None,
+    *,
+    max_positions: int | None = None,
+) -> None:
+    """Writes a model of this package as a CTranslate2 model, with its tokenizer and generation settings.
+
+    Args:
+        model: A `VanillaTransformerForConditionalGeneration`.
+        tokenizer: Its tokenizer.
+        output_dir: A folder, made where it does not exist. A CTranslate2 model that is there already is replaced.
+        quantization: How to store the weights: float32, float16, bfloat16, int8, int8_float32, int8_float16,
+            int8_bfloat16 or int16; None keeps the model's own precision. What CTranslate2 computes in is decided when
+            it loads the model.
+        max_positions: Positions that the model knows, for the source and for the translation each; None means 2048,
+            or more where the tokenizer's limit asks for it. Learned positions have the length that they have.
+
+    Raises:
+        ValueError: The model is not of this package, the tokenizer is not that of the model, `quantization` is
+            unknown, `max_positions` is below 1, or the folder holds another kind of model.
+    """
+    if not isinstance(model.config, VanillaTransformerConfig):
+        raise ValueError(
+            f"expected a model of this package, got one of type {model.config.model_type!r}; "
+            "ct2-transformers-converter converts those of transformers."
+        )
+    if quantization is not None and quantization not in ACCEPTED_MODEL_TYPES:
+        raise ValueError(f"quantization must be one of {', '.join(ACCEPTED_MODEL_TYPES)}, got {quantization!r}.")
+    if max_positions is not None and max_positions < 1:
+        raise ValueError(f"max_positions must be at least 1, got {max_positions}.")
+    target = Path(output_dir)
+    if (target / "config.json").exists() and not (target / "model.bin").exists():
+        raise ValueError(f"{output_dir} holds a model of another kind; choose another folder for the converted one.")
+    spec = VanillaTransformerLoader(max_positions)(model, tokenizer)
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".ctranslate2.", dir=target) as folder:
+        spec.save(folder)
+        for path in sorted(Path(folder).iterdir()):
+            os.replace(path, target / path.name)
+
+
+def write(
+    name: str,
+    folder: str | os.PathLike,
+    *,
+    quantization: str | None = None,
+    max_positions: int | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[str]:
+    """Writes a saved model of this package as a CTranslate2 model: `to_ctranslate2` for the command.
+
+    Args:
+        name: A folder that `save_pretrained` wrote, or the name of a model on the Hub.
+        folder: Where to write.
+        quantization: As in `to_ctranslate2`; None is float32.
+        max_positions: As in `to_ctranslate2`.
+        revision: As in `load_translator`.
+        trust_remote_code: As in `load_translator`.
+
+    Returns:
+        What CTranslate2 could not take over, a line each.
+
+    Raises:
+        ValueError: As `to_ctranslate2` and `load_translator` do.
+    """
+    model, tokenizer = load_translator(name, device="cpu", revision=revision, trust_remote_code=trust_remote_code)
+    to_ctranslate2(model, tokenizer, folder, quantization, max_positions=max_positions)
+    lost = []
+    if getattr(model.generation_config, "length_penalty_type", None) == "gnmt":
+        lost.append(
+            "CTranslate2's own search knows length ** p, not the paper's length penalty; this package's translator "
+            "ranks by the paper's what that search finds."
+        )
+    if model.config.position_embedding == "sinusoidal":
+        rows = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))[OUR_SETTINGS]["max_positions"]
+        lost.append(f"Positions end at {rows}, where sinusoids have no end.")
+    return lost
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Translation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CTranslate2Output(ModelOutput):
+    """What `CTranslate2Translator.generate` returns with `return_dict_in_generate=True`.
+
+    Attributes:
+        sequences: `torch.LongTensor` of shape `(rows, 1 + longest)`: the start token, the translation, padding.
+        sequences_scores: Float, shape `(rows,)`: what ranks beams; None without beams.
+        scores: Float, shape `(rows, longest)`: the log-probability of each token, 0 behind the end; None unless
+            `output_scores`.
+        beam_indices: Long, shape `(rows, longest)`: 0 for a token, -1 behind the end; None without beams.
+    """
+
+    sequences: torch.Tensor | None = None
+    sequences_scores: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    beam_indices: torch.Tensor | None = None
+
+
+class CTranslate2Translator:
+    """A model in CTranslate2 with the `generate()` of transformers, for `translate_lines` and the pipeline.
+
+    `load_ctranslate2` builds it; `pipeline("translation", model=translator, tokenizer=tokenizer)` takes it.
+
+    Attributes:
+        config: The configuration of the model that was converted.
+        generation_config: Its generation settings.
+        translator: The `ctranslate2.Translator`.
+    """
+
+    device = torch.device("cpu")  # of the token ids; CTranslate2 has its own place for the weights
+    dtype = torch.float32
+    training = False
+    input_modalities = "text"
+    output_modalities = ("text",)
+
+    def __init__(
+        self,
+        translator: "ctranslate2.Translator",
+        config: VanillaTransformerConfig,
+        generation_config: GenerationConfig,
+        tokens: list[str],
+        max_positions: int,
+    ):
+        self.translator = translator
+        self.config = config
+        self.generation_config = generation_config
+        self.tokens = tokens
+        self.ids = {token: token_id for token_id, token in enumerate(tokens)}
+        self.max_positions = max_positions
+
+    def eval(self) -> "CTranslate2Translator":
+        """Nothing to do: there is no dropout here."""
+        return self
+
+    def train(self, mode: bool = True) -> "CTranslate2Translator":
+        """Nothing to do, but refuses to train."""
+        if mode:
+            raise ValueError("a CTranslate2 model cannot be trained; train the model that it was converted from.")
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> "CTranslate2Translator":
+        """Nothing to do: `load_ctranslate2` decides where the weights are."""
+        return self
+
+    def can_generate(self) -> bool:
+        """Whether there is a `generate()`."""
+        return True
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | CTranslate2Output:
+        """Translates rows of token ids as `generate()` of the model that was converted does.
+
+        Greedy search, and beam search with `early_stopping=True`, find what they find in transformers, up to rounding.
+        Other stop rules ("never", which is the paper's, and False) wait for translations that may yet win, for which
+        CTranslate2 has no counterpart: here the search goes on until `PATIENCE` times as many translations are
+        complete as there are beams. With the length penalty type "gnmt" what it has found is ranked by the paper's
+        penalty.
+
+        Args:
+            inputs: Source tokens, shape `(batch, length)`, end of sentence included.
+            generation_config: Replaces settings of the model's own for this call.
+            input_ids: Another name of `inputs`.
+            attention_mask: 1 for tokens, 0 for padding, of the same shape; None means `input_ids != pad_token_id`.
+            kwargs: Settings of this call: those of `SETTINGS`.
+
+        Returns:
+            Long tensor of shape `(batch * num_return_sequences, 1 + longest)`, or with `return_dict_in_generate=True`
+            a `CTranslate2Output`.
+
+        Raises:
+            ValueError: A setting that CTranslate2 does not have, a row without tokens, or more tokens than the
+                converted model has positions for.
+
+        Source: Vaswani et al. 2017, section 6.1.
+        """
+        given = inputs if input_ids is None else input_ids
+        if given is None or given.ndim != 2:
+            raise ValueError("give input_ids of the shape (batch, length).")
+        settings = Settings(self, generation_config, kwargs)
+        mask = given.ne(self.config.pad_token_id) if attention_mask is None else attention_mask.bool()
+        sources = [row[kept].tolist() for row, kept in zip(given.cpu(), mask.cpu(), strict=True)]
+        limits = [settings.limit(len(source), self.max_positions) for source in sources]
+        self.check_lengths(sources, limits)
+        # CTranslate2 has one limit for a call.
+        found: dict[int, list[tuple[list[int], float]]] = {}
+        for limit in sorted(set(limits)):
+            rows = [row for row, its in enumerate(limits) if its == limit]
+            results = self.search([sources[row] for row in rows], limit, settings)
+            found.update(zip(rows, results, strict=True))
+        hypotheses = [hypothesis for row in range(len(sources)) for hypothesis in found[row]]
+        sequences = padded([[settings.start, *ids] for ids, _ in hypotheses], settings.pad, torch.long, given.device)
+        if not settings.value("return_dict_in_generate"):
+            return sequences
+        output = CTranslate2Output(sequences=sequences)
+        if settings.num_beams > 1:
+            output.sequences_scores = torch.tensor([score for _, score in hypotheses], device=given.device)
+            output.beam_indices = padded([[0] * len(ids) for ids, _ in hypotheses], -1, torch.long, given.device)
+        if settings.value("output_scores"):
+            per_source = len(hypotheses) // max(1, len(sources))
+            repeated = [source for source in sources for _ in range(per_source)]
+            log_probs = self.log_probs(repeated, [ids for ids, _ in hypotheses])
+            output.scores = padded(log_probs, 0.0, torch.float32, given.device)
+        return output
+
+    def compute_transition_scores(
+        self,
+        sequences: torch.Tensor,
+        scores: torch.Tensor,
+        beam_indices: torch.Tensor | None = None,
+        normalize_logits: bool = False,
+    ) -> torch.Tensor:
+        """The log-probability of each generated token, shape `(rows, longest)`: `scores` of this class' output."""
+        return scores
+
+    def check_lengths(self, sources: list[list[int]], limits: list[int]) -> None:
+        """Raises ValueError where CTranslate2 would have no position for a token, or no token at all."""
+        if not all(sources):
+            raise ValueError("expected at least one token in every row; leave blank lines out.")
+        for kind, longest in (("source", max(map(len, sources), default=0)), ("translation", max(limits, default=0))):
+            if longest > self.max_positions:
+                raise ValueError(
+                    f"the {kind} may have {longest} tokens, but the converted model has positions for "
+                    f"{self.max_positions}: shorten it, or convert with a greater max_positions."
+                )
+
+    def search(
+        self, sources: list[list[int]], limit: int, settings: "Settings"
+    ) -> list[list[tuple[list[int], float]]]:
+        """The best `num_return_sequences` translations of each source with what ranks them, best first."""
+        beams = settings.num_beams
+        rank_here = beams > 1 and settings.penalty_type == "gnmt"
+        # With patience the best are kept; n ** (2/3 p) grows as ((5 + n) / 6) ** p at n = 10.
+        penalty = settings.penalty
+        if rank_here:
+            penalty = 0.0 if settings.patience == 1 else settings.penalty * 2 / 3
+        results = self.translator.translate_batch(
+            [[self.tokens[token] for token in source] for source in sources],
+            beam_size=beams,
+            patience=settings.patience,
+            num_hypotheses=beams if rank_here or settings.num_sequences > 1 else 1,
+            length_penalty=penalty,
+            max_input_length=0,
+            max_decoding_length=limit,
+            min_decoding_length=min(settings.least_new_tokens, limit),
+            no_repeat_ngram_size=settings.value("no_repeat_ngram_size") or 0,
+            end_token=[self.tokens[token] for token in settings.ends],
+            return_end_token=True,
+            return_scores=True,
+        )
+        rows = []
+        for result in results:
+            hypotheses = []
+            for tokens, score in zip(result.hypotheses, result.scores, strict=True):
+                ids = [self.ids[token] for token in tokens]
+                if rank_here:
+                    score *= len(ids) ** penalty / len(ids) ** ranking_penalty(settings.penalty, "gnmt")
+                hypotheses.append((ids, score))
+            if rank_here:
+                hypotheses.sort(key=lambda hypothesis: -hypothesis[1])
+            rows.append(hypotheses[: settings.num_sequences])
+        return rows
+
+    def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        """The log-probability of each token of each target, by forced decoding."""
+        results = self.translator.score_batch(
+            [[self.tokens[token] for token in source] for source in sources],
+            [[self.tokens[token] for token in target] for target in targets],
+            max_input_length=0,
+        )
+        # An end of sentence that CTranslate2 adds to each target is not part of it.
+        return [list(result.log_probs)[: len(target)] for result, target in zip(results, targets, strict=True)]
+
+
+class Settings:
+    """The generation settings of one call, in the order call, its `generation_config`, the model's own.
+
+    Raises:
+        ValueError: A setting that CTranslate2 does not have, or a value that makes no sense.
+    """
+
+    def __init__(
+        self, model: CTranslate2Translator, generation_config: GenerationConfig | None, call: dict[str, Any]
+    ) -> None:
+        own = {} if generation_config is model.generation_config else settings_of(generation_config)
+        self.call = {**own, **{name: value for name, value in call.items() if value is not None}}
+        self.all = {**settings_of(model.generation_config), **self.call}
+        neutral = {**vars(GenerationConfig()), **getattr(GenerationConfig, "_get_default_generation_params", dict)()}
+        for name, value in self.all.items():
+            if name not in SETTINGS and value is not None and value is not False and value != neutral.get(name):
+                raise ValueError(
+                    f"CTranslate2 translates without the setting {name}={value!r:.60}; leave it out, or use the torch "
+                    "backend, which knows every setting of generate()."
+                )
+        self.num_beams = self.whole_number("num_beams")
+        self.num_sequences = self.whole_number("num_return_sequences")
+        if self.num_sequences > self.num_beams:
+            raise ValueError(
+                f"num_return_sequences must be at most num_beams, got {self.num_sequences} and {self.num_beams}."
+            )
+        penalty = self.value("length_penalty")
+        self.penalty = 1.0 if penalty is None else float(penalty)
+        self.penalty_type = self.value("length_penalty_type") or "hub"
+        if self.penalty_type not in LENGTH_PENALTY_TYPES:
+            raise ValueError(
+                f"length_penalty_type must be one of {', '.join(LENGTH_PENALTY_TYPES)}, got {self.penalty_type!r}."
+            )
+        self.patience = 1.0 if self.value("early_stopping") is True or self.num_beams == 1 else PATIENCE
+        # min_length counts the start token.
+        self.least_new_tokens = self.value("min_new_tokens") or max(0, (self.value("min_length") or 0) - 1)
+        config = model.config
+        self.start = self.token_id("decoder_start_token_id", config.decoder_start_token_id)
+        if self.start != config.decoder_start_token_id:
+            raise ValueError(
+                f"the converted model starts from the token {config.decoder_start_token_id}, got "
+                f"decoder_start_token_id={self.start}; convert the model again with another one."
+            )
+        self.pad = self.token_id("pad_token_id", config.pad_token_id)
+        ends: Any = self.all.get("eos_token_id", config.eos_token_id)
+        self.ends = [int(end) for end in ends] if isinstance(ends, Iterable) else [int(ends)]
+
+    def value(self, name: str) -> Any:
+        """A setting; None where nothing sets it."""
+        return self.all.get(name)
+
+    def token_id(self, name: str, default: int | None) -> int:
+        """A token's id."""
+        return int(self.all.get(name, default) or 0)
+
+    def whole_number(self, name: str) -> int:
+        """A number of at least 1, which is also what it is where nothing sets it."""
+        number = self.all.get(name, 1)
+        if not isinstance(number, Integral) or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
+        return int(number)
+
+    def limit(self, source_length: int, max_positions: int) -> int:
+        """How many tokens a translation may have, end of sentence included.
+
+        Args:
+            source_length: Tokens of the source, end of sentence included.
+            max_positions: What the model has positions for, which shortens the limit that the source sets.
+        """
+        over_source = self.value("max_new_tokens_over_source")
+        given = self.call if "max_new_tokens" in self.call or "max_length" in self.call else self.all
+        if given is self.all and over_source is not None:
+            return max(1, min(source_length + int(over_source), max_positions))
+        if given.get("max_new_tokens") is not None:
+            return self.at_least_one("max_new_tokens", given["max_new_tokens"])
+        if given.get("max_length") is not None:
+            return self.at_least_one("max_length", given["max_length"] - 1)  # the start token counts
+        return STOCK_NEW_TOKENS
+
+    def at_least_one(self, name: str, new_tokens: int) -> int:
+        """A limit that leaves room for a token."""
+        if new_tokens < 1:
+            raise ValueError(f"{name}={self.all[name]} leaves no room for a token.")
+        return int(new_tokens)
+
+
+def settings_of(generation_config: GenerationConfig | None) -> dict[str, Any]:
+    """What a generation configuration sets."""
+    if generation_config is None:
+        return {}
+    return {name: value for name, value in vars(generation_config).items() if value is not None and name[0] != "_"}
+
+
+def padded(rows: list[list[Any]], fill: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows of unequal length as one tensor of shape `(rows, longest)`."""
+    tensor = torch.full((len(rows), max(map(len, rows), default=0)), fill, dtype=dtype)
+    for index, row in enumerate(rows):
+        tensor[index, : len(row)] = torch.tensor(row, dtype=dtype)
+    return tensor.to(device)
+
+
+def load_ctranslate2(
+    name: str,
+    *,
+    device: str | None = None,
+    compute_type: str = "default",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[CTranslate2Translator, PreTrainedTokenizerBase]:
+    """Opens a model for translation with CTranslate2.
+
+    Args:
+        name: A folder that `to_ctranslate2` or CTranslate2's converter wrote, or whatever `load_translator` opens,
+            which is converted on the way, in memory and a temporary folder.
+        device: "cpu", "cuda" or "cuda:1" and so on; None means "cuda" where CTranslate2 finds one, else "cpu".
+        compute_type: What to compute in: float32, float16, bfloat16, int8, int8_float32, int8_float16, int8_bfloat16,
+            int16; "default" is how the weights are stored, or the nearest to it that the device is able to, and "auto"
+            the fastest.
+        revision: As in `load_translator`, for a model that is converted on the way.
+        trust_remote_code: Likewise.
+
+    Returns:
+        The translator, which uses as many threads as torch, and the tokenizer.
+
+    Raises:
+        ValueError: The device does not exist or cannot compute so, the folder holds a CTranslate2 model that does not
+            come from this package, or whatever `to_ctranslate2` and `load_translator` raise.
+    """
+    place, index = device_of(device)
+    if is_ctranslate2_folder(name):
+        return open_folder(name, place, index, compute_type)
+    model, tokenizer = load_translator(name, device="cpu", revision=revision, trust_remote_code=trust_remote_code)
+    with tempfile.TemporaryDirectory(prefix="vanilla_transformer_") as folder:
+        to_ctranslate2(model, tokenizer, folder)
+        translator, _ = open_folder(folder, place, index, compute_type)
+    return translator, tokenizer
+
+
+def is_ctranslate2_folder(name: str) -> bool:
+    """Whether a folder holds a CTranslate2 model."""
+    return os.path.isdir(name) and ctranslate2.contains_model(name)
+
+
+def open_folder(
+    folder: str, device: str, device_index: int, compute_type: str
+) -> tuple[CTranslate2Translator, PreTrainedTokenizerBase]:
+    """The translator and the tokenizer of a CTranslate2 model that this package wrote."""
+    try:
+        settings = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))[OUR_SETTINGS]
+        config = VanillaTransformerConfig.from_dict(settings["config"])
+        tokens = json.loads(Path(folder, "shared_vocabulary.json").read_text(encoding="utf-8"))
+        generation_config = GenerationConfig.from_pretrained(folder)
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"the CTranslate2 model in {folder} lacks what this package writes beside it ({error}); convert the "
+            "model that it comes from again, with vanilla_transformer.convert.ctranslate2."
+        ) from error
+    try:
+        translator = ctranslate2.Translator(
+            folder,
+            device=device,
+            device_index=device_index,
+            compute_type=compute_type,
+            intra_threads=torch.get_num_threads(),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"CTranslate2 cannot open {folder} on {device} as {compute_type}: {error}") from error
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return CTranslate2Translator(translator, config, generation_config, tokens, settings["max_positions"]), tokenizer
+
+
+def device_of(device: str | None) -> tuple[str, int]:
+    """CTranslate2's words for a device."""
+    if device is None:
+        return ("cuda" if ctranslate2.get_cuda_device_count() else "cpu"), 0
+    place, _, number = device.partition(":")
+    if place not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise ValueError(f"CTranslate2 computes on cpu, cuda, cuda:1 ..., got device {device!r}.")
+    found = ctranslate2.get_cuda_device_count() if place == "cuda" else 1
+    if int(number or 0) >= found:
+        raise ValueError(f"device {device!r} cannot be used here: CTranslate2 finds {found} of its kind.")
+    return place, int(number or 0)
+
+
+def main() -> None:
+    """CTranslate2's own converter command, which knows models of this package once this module is imported."""
+    try:
+        stock_main()
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
