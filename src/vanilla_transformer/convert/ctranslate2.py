@@ -60,14 +60,19 @@ PATIENCE = 2.0
 # Tokens of a translation where nothing sets a limit, as in transformers.
 STOCK_NEW_TOKENS = 20
 
+# Settings that forbid words. In transformers the scores of the others stay what they were, here they are made to sum
+# to 1 again, which moves beams.
+GREEDY_SETTINGS = ("min_new_tokens", "min_length", "no_repeat_ngram_size")
+
 # Settings of generate() that CTranslate2 follows; any other is refused where it would change something.
 SETTINGS = frozenset(
     {
         *("num_beams", "num_return_sequences", "early_stopping", "length_penalty", "length_penalty_type"),
-        *("max_new_tokens", "max_length", "max_new_tokens_over_source", "min_new_tokens", "min_length"),
-        *("no_repeat_ngram_size", "return_dict_in_generate", "output_scores"),
+        *("max_new_tokens", "max_length", "max_new_tokens_over_source"),
+        *("return_dict_in_generate", "output_scores"),
         *("bos_token_id", "pad_token_id", "eos_token_id", "decoder_start_token_id"),
         *("use_cache", "transformers_version"),
+        *GREEDY_SETTINGS,
     }
 )
 
@@ -497,10 +502,9 @@ class CTranslate2Translator:
         """The best `num_return_sequences` translations of each source with what ranks them, best first."""
         beams = settings.num_beams
         rank_here = beams > 1 and settings.penalty_type == "gnmt"
-        # With patience the best are kept; n ** (2/3 p) grows as ((5 + n) / 6) ** p at n = 10.
-        penalty = settings.penalty
-        if rank_here:
-            penalty = 0.0 if settings.patience == 1 else settings.penalty * 2 / 3
+        # Of more complete translations than beams CTranslate2 keeps the best: n ** (2/3 p) grows as ((5 + n) / 6) ** p
+        # does around n = 10.
+        penalty = settings.penalty * 2 / 3 if rank_here else settings.penalty
         results = self.translator.translate_batch(
             [[self.tokens[token] for token in source] for source in sources],
             beam_size=beams,
@@ -565,6 +569,12 @@ class Settings:
             raise ValueError(
                 f"num_return_sequences must be at most num_beams, got {self.num_sequences} and {self.num_beams}."
             )
+        for name in GREEDY_SETTINGS:
+            if self.num_beams > 1 and self.value(name):
+                raise ValueError(
+                    f"CTranslate2 follows {name}={self.value(name)} only with num_beams=1: its beams share the "
+                    "probability of forbidden words among the others; use one beam, or the torch backend."
+                )
         penalty = self.value("length_penalty")
         self.penalty = 1.0 if penalty is None else float(penalty)
         self.penalty_type = self.value("length_penalty_type") or "hub"
