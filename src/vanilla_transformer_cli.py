@@ -35,7 +35,7 @@ VERBS = {
 
 # Formats of `convert`; vanilla_transformer.convert.FORMATS tells more of each.
 READ_FORMATS = ("marian",)
-WRITTEN_FORMATS = ("marian",)
+WRITTEN_FORMATS = ("marian", "ctranslate2")
 
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
 LONGEST_MESSAGE = 800  # characters; some messages of transformers list every model there is
@@ -378,6 +378,12 @@ def convert_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--revision", metavar="R", default=argparse.SUPPRESS, help="branch, tag or commit on the Hub (default: main)"
+    )
+    parser.add_argument(
+        "--quantization",
+        metavar="Q",
+        default=argparse.SUPPRESS,
+        help="of ctranslate2: float32, int8, int8_float32, float16, bfloat16 ... (default: as the weights are)",
     )
     return parser
 

@@ -210,17 +210,22 @@ def test_translations_are_those_of_torch(ct, word_tokenizer, tmp_path, name):
     assert len(different) >= 10
 
 
-def test_the_papers_stop_rule_is_nearly_always_met(ct, word_tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    "settings, least", [({}, 0.95), ({"length_penalty": 1.0, "length_penalty_type": "hub"}, 0.77)]
+)
+def test_the_papers_stop_rule_is_nearly_always_met(ct, word_tokenizer, tmp_path, settings, least):
     """It ends when nothing can win any more, CTranslate2 when enough is complete: mostly with the same result."""
     same, total = 0, 0
     for seed in range(6):
         model = lively_model(seed)
         translator = opened(ct, model, word_tokenizer, tmp_path / str(seed))
-        expected = one_by_one(model, sources(seed))
-        got = without_padding(translator.generate(padded(sources(seed))[0]))  # and the mask that padding implies
+        expected = one_by_one(model, sources(seed), **settings)
+        got = without_padding(
+            translator.generate(padded(sources(seed))[0], **settings)
+        )  # and the mask that padding implies
         same += sum(one == other for one, other in zip(got, expected, strict=True))
         total += len(got)
-    assert same >= 0.95 * total
+    assert same >= least * total
 
 
 def test_scores_are_those_of_torch(ct, word_tokenizer, tmp_path):

@@ -427,7 +427,8 @@ class CTranslate2Translator:
         Other stop rules ("never", which is the paper's, and False) wait for translations that may yet win, for which
         CTranslate2 has no counterpart: here the search goes on until `PATIENCE` times as many translations are
         complete as there are beams. With the length penalty type "gnmt" what it has found is ranked by the paper's
-        penalty.
+        penalty. For the paper's settings that gives the same translations but for rare cases; the stronger the length
+        penalty, the more they differ.
 
         Args:
             inputs: Source tokens, shape `(batch, length)`, end of sentence included.
