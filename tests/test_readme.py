@@ -56,7 +56,7 @@ def test_two_commands_install_and_run_the_demo_and_the_tests_as_ci_does():
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     found = [
         [line for line in README.splitlines() if re.match(rf"^python3 -m venv .*{ending}$", line)]
-        for ending in re.findall(r"readme_command '([^']+)'", ci)
+        for ending in dict.fromkeys(re.findall(r"readme_command '([^']+)'", ci))
     ]
     assert found == [[block.strip()] for block in INSTALL_BLOCKS]
 
