@@ -122,7 +122,7 @@ def test_the_text_tells_languages_data_effort_and_machine():
         "13 min 16 s",
         "Abacus 3000, 2 cores, 2 processes",
         "torch 2.13.0",
-        "tiny with `dropout=0.1`",
+        "tiny with dropout=0.1",
         "multi30k\\_tiny",
         "1,234,567 parameters",
         "max_steps: 3600",

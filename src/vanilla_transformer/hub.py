@@ -363,7 +363,7 @@ def eval_results(run: TrainingRun) -> list[EvalResult]:
 
 def model_rows(config: VanillaTransformerConfig, run: TrainingRun, num_parameters: int) -> list[tuple[str, str]]:
     """Size of the model, row by row."""
-    overrides = ", ".join(f"`{plain(each)}`" for each in run.config_overrides)
+    overrides = ", ".join(map(plain, run.config_overrides))
     rows = [
         ("preset", (plain(run.preset) if run.preset else "none") + (f" with {overrides}" if overrides else "")),
         ("parameters", f"{num_parameters:,}"),
