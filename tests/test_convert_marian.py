@@ -375,7 +375,8 @@ def test_the_command_translates_with_what_it_converted(marian_folder, tmp_path, 
     assert [answer["translation_text"] for answer in answers] == expected
 
 
-def test_two_vocabularies_of_unequal_size_translate_as_before(tmp_path):
+@pytest.mark.parametrize("beams", [1, 4])
+def test_two_vocabularies_of_unequal_size_translate_as_before(tmp_path, beams):
     pytest.importorskip("sentencepiece")
     sizes = marian_tokenizer_files(tmp_path / "marian", separate=True)
     assert sizes[0] != sizes[1]
@@ -387,10 +388,15 @@ def test_two_vocabularies_of_unequal_size_translate_as_before(tmp_path):
     differences = convert_from("marian", tmp_path / "marian", tmp_path / "ours")
     assert differences == [f"vocabularies of {sizes[0]} and {sizes[1]} words are one of {max(sizes)}"]
     lines = sentences(60, seed=6)
-    for beams in (1, 4):
+    ours = translations(tmp_path / "ours", lines, num_beams=beams)
+    try:
         expected = translations(tmp_path / "marian", lines, num_beams=beams)
-        assert len(set(expected[1])) > 20
-        assert translations(tmp_path / "ours", lines, num_beams=beams) == expected
+    except RuntimeError as error:  # transformers 5.10 shapes the target's scores by the source's vocabulary
+        if beams == 1 or "is invalid for input of size" not in str(error):
+            raise
+        pytest.skip(f"the stock beam search of this transformers knows one vocabulary alone: {error}")
+    assert len(set(expected[1])) > 20
+    assert ours == expected
 
 
 def test_the_folder_is_complete_and_keeps_the_card(marian_folder, converted):
