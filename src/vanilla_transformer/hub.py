@@ -403,7 +403,8 @@ def training_rows(run: TrainingRun) -> list[tuple[str, str]]:
     amount = f", {run.training_pairs:,} pairs" if run.training_pairs else ""
     data = plain(run.dataset or ", ".join(run.files) or "not stated") + amount
     effort = [f"{run.updates:,} updates" if run.updates else "", f"{run.epochs:.1f} epochs" if run.epochs else ""]
-    effort.append(f"{run.target_tokens:,} target tokens" if run.target_tokens else "")
+    # Of a resumed run only the tokens of its last part are known.
+    effort.append(f"{run.target_tokens:,} target tokens" if run.target_tokens and not run.resumed_at else "")
     rows = [
         ("languages", direction(run)),
         ("text", data),
