@@ -368,15 +368,19 @@ def test_the_evaluation_of_the_model_that_is_kept_is_the_one_told(tiny_tokenizer
         save_steps=1,
         learning_rate=0.3,
         metric_for_best_model="loss",
+        greater_is_better=True,  # the first update's is the largest here
         generation_num_beams=1,
         **settings,
     )
     trainer.train()
     at = {entry["step"]: entry for entry in trainer.state.log_history if "eval_loss" in entry}
     assert len({entry["eval_chrf"] for entry in at.values()}) == 3, "the updates must differ for this test"
-    best = min(at, key=lambda step: at[step]["eval_loss"])
+    best = max(at, key=lambda step: at[step]["eval_loss"])
     (evaluation,) = trainer.run.evaluations
     assert evaluation["chrf"]["score"] == at[best]["eval_chrf"]
+    assert best != 3, "the best must not be the last for this test"
+    trainer.save_model()
+    assert f"| weights | of update {best}, the best" in (tmp_path / "run" / "README.md").read_text()
 
 
 def test_checkpoints_carry_no_card_and_a_resumed_run_says_since_when(tiny_tokenizer, tmp_path):

@@ -106,6 +106,7 @@ class TrainingRun:
         base_model: Name of the model that was fine-tuned.
         arguments: Training arguments that differ from transformers' own defaults.
         updates, epochs, target_tokens: Done in all; target tokens without padding, since `resumed_at`.
+        kept_update: The update whose weights were kept as the best, where it is not the last.
         seconds: Time of the training, evaluations in it counted, since `resumed_at`.
         resumed_at: The update from which the run went on.
         processes, hardware, software: What it ran on.
@@ -128,6 +129,7 @@ class TrainingRun:
     updates: int | None = None
     epochs: float | None = None
     target_tokens: int | None = None
+    kept_update: int | None = None
     seconds: float | None = None
     resumed_at: int | None = None
     processes: int | None = None
@@ -412,6 +414,7 @@ def training_rows(run: TrainingRun) -> list[tuple[str, str]]:
         ("recipe", plain(run.recipe or "")),
         ("fine-tuned from", plain(run.base_model or "")),
         ("effort", ", ".join(filter(None, effort))),
+        ("weights", f"of update {run.kept_update:,}, the best on the validation text" if run.kept_update else ""),
         ("time", duration(run.seconds) + (f" since update {run.resumed_at:,}" if run.resumed_at else "")),
         ("hardware", plain(run.hardware or "") + (f", {run.processes} processes" if (run.processes or 1) > 1 else "")),
         ("software", plain(", ".join(f"{name} {number}" for name, number in run.software.items()))),

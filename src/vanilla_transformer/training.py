@@ -438,7 +438,10 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         run.processes = self.accelerator.num_processes
         run.train_loss = float(result.training_loss)
         run.note_machine()
-        kept_at = self.state.best_global_step if self.args.load_best_model_at_end else self.state.global_step
+        kept_at = self.state.global_step
+        if self.args.load_best_model_at_end and self.state.best_global_step:
+            kept_at = self.state.best_global_step
+        run.kept_update = kept_at if kept_at != self.state.global_step else None
         for entry in self.state.log_history:
             if entry["step"] == kept_at:
                 self._record_evaluation(entry)
