@@ -66,6 +66,12 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
+def default_signals() -> None:
+    """What a shell's background jobs and nohup ignore is heeded again."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start(*argv: str, **options) -> subprocess.Popen:
     """The command in a process of its own."""
     paths = [str(CLI_FILE.parent), os.environ.get("PYTHONPATH", "")]
@@ -75,7 +81,7 @@ def start(*argv: str, **options) -> subprocess.Popen:
         [sys.executable, CLI_FILE, *argv],
         env=environment,
         # A shell's background jobs ignore Ctrl-C, and so would their children; a user's do not.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=default_signals,
         **{**pipes, **options},
     )
 
@@ -681,14 +687,13 @@ def test_a_command_that_is_told_to_end_leaves_no_half_output(capsys, monkeypatch
             time.sleep(10)
 
     monkeypatch.setattr(translate, "main", write_and_be_killed)
-    before = signal.getsignal(number)
-    assert before == signal.SIG_DFL
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored
     result = run(capsys, "translate", "--model", "a/b", "--input", source, "--output", str(output))
     assert result == (code, "", "vanilla-transformer translate: terminated\n")
     assert len(half) == 1
     assert output.read_text() == "good"
     assert sorted(os.listdir(tmp_path)) == ["out.txt", "source.txt"]
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.signal(number, before) == signal.SIG_DFL
 
 
 def test_a_process_forked_off_by_a_command_ends_at_once(capsys, monkeypatch, source):
