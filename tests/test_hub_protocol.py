@@ -714,12 +714,16 @@ def test_push_sends_one_commit_that_opens_without_the_package_and_later_only_wha
     )
     assert texts == first.texts
 
+    assert "license: mit" in (folder / "README.md").read_text(), "else the next push would lose it"
+    arguments = arguments[:-2]
     sent = hub.uploaded_bytes()
     scores = {"bleu": {"score": 12.5, "signature": "s"}, "chrf": {"score": 34.5, "signature": "t"}}
     add_evaluation(folder, {"name": "newstest", "segments": 4, "decoding": "greedy", **scores})
     assert command(here, *arguments)[0] == 0
     assert hub.uploaded_bytes() == sent, "the weights are there already"
-    assert "| 12.50 |" in hub.files("user/shared")["README.md"].decode()
+    card = hub.files("user/shared")["README.md"].decode()
+    assert "| 12.50 |" in card
+    assert "license: mit" in card
     add_evaluation(folder, {"name": "another", "segments": 4, "decoding": "greedy", **scores})
     assert command(here, *arguments, "--revision", "trial", "--commit_message", "on trial")[0] == 0
     assert hub.history("user/shared", "trial")[0].title == "on trial"

@@ -1,6 +1,7 @@
 """The paper's decoding (section 6.1) behind `generate()`: its length penalty and its length limit for each row.
 
-Beam search itself is that of transformers. This file ships with every saved model.
+The searches keep the rules of transformers' own and take its place where nothing but tokens is asked for; everything
+else (constraints, sampling, scores, caches of the caller's) is left to it. This file ships with every saved model.
 Source: Vaswani et al. 2017, section 6.1; Wu et al. 2016, "Google's Neural Machine Translation System", equation (14).
 """
 
@@ -434,7 +435,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
       before the first word of a decoder prompt;
     - each decoder prompt of a batch gets the start token if it lacks it, whatever the others have;
     - the start token is that of training, `config.decoder_start_token_id`, unless the call gives another; special
-      tokens that the settings lack are those of the model's configuration.
+      tokens that the settings lack are those of the model's configuration;
+    - plain beam and greedy searches run in `beam_search` and `greedy_search`, with the same results (hypotheses whose
+      scores are equal to six digits may change places).
 
     Source: Vaswani et al. 2017, section 6.1.
     """

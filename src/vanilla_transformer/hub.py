@@ -681,10 +681,12 @@ def push(
     commit_message: str = "Upload model",
     license: str | None = None,
     token: str | None = None,
+    files: dict[str, Path | bytes] | None = None,
 ) -> str:
     """Uploads a model's folder as one commit: all of it arrives, or nothing.
 
-    Weights that a broken upload has brought to the Hub already are not sent again.
+    Weights that a broken upload has brought to the Hub already are not sent again. A licence that is given stays in
+    the folder's card, for the next push.
 
     Args:
         folder: With the saved model and its tokenizer.
@@ -694,6 +696,7 @@ def push(
         commit_message: Of the commit.
         license: See `model_card`.
         token: None means that of `hf auth login` or of the variable HF_TOKEN.
+        files: What `files_to_push` gave for the same arguments; None asks it.
 
     Returns:
         The address of the commit.
@@ -702,7 +705,7 @@ def push(
         FileNotFoundError, ValueError: See `files_to_push`; a name that the Hub does not take.
         huggingface_hub.errors.HfHubHTTPError: What the Hub refuses.
     """
-    files = files_to_push(folder, repo_id, license=license)
+    files = dict(files_to_push(folder, repo_id, license=license) if files is None else files)
     api = HfApi(token=token, library_name="vanilla-transformer")
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # now with its owner
     files[CARD] = card_to_push(Path(folder), repo_id, license).encode()
@@ -714,6 +717,11 @@ def push(
         commit_message=commit_message,
         revision=revision,
     )
+    card = Path(folder) / CARD
+    if license is not None and card.is_file():
+        own: Any = ModelCard.load(card, ignore_metadata_errors=True)
+        own.data.license = license
+        write_whole(card, str(own))
     return str(commit.commit_url)
 
 

@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
         revision=given.get("revision"),
         commit_message=arguments.commit_message,
         license=given.get("license"),
+        files=files,
     )
     print(f"{len(files)} files, {sum(sizes.values()):,} bytes: {address}")
     return 0
