@@ -1,6 +1,7 @@
 """What all tests share: no network, a cache of their own, fixed seeds, one thread, a small tokenizer."""
 
 import atexit
+import logging
 import os
 import random
 import shutil
@@ -16,10 +17,12 @@ _DATASETS_CACHE = tempfile.mkdtemp(prefix="vanilla_transformer_tests_")
 os.environ["HF_DATASETS_CACHE"] = _DATASETS_CACHE
 atexit.register(shutil.rmtree, _DATASETS_CACHE, ignore_errors=True)
 
+import datasets  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from vanilla_transformer.tokenization import train_tokenizer  # noqa: E402
 
@@ -46,6 +49,20 @@ def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_as_it_was():
+    """What commands and scripts run in the tests' process set for the whole of it is taken back: no file of tests
+    depends on which ran before."""
+    package, level = logging.getLogger("vanilla_transformer"), logging.getLogger("vanilla_transformer").level
+    verbosity = transformers_logging.get_verbosity()
+    bars, other_bars = datasets.are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
+    yield
+    package.setLevel(level)
+    transformers_logging.set_verbosity(verbosity)
+    (datasets.disable_progress_bars if bars else datasets.enable_progress_bars)()
+    (transformers_logging.enable_progress_bar if other_bars else transformers_logging.disable_progress_bar)()
 
 
 @pytest.fixture(scope="session")

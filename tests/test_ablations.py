@@ -7,17 +7,14 @@ import importlib.util
 import io
 import itertools
 import json
-import logging
 import shutil
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
-from transformers.utils import logging as transformers_logging
 
 import vanilla_transformer_cli
 from vanilla_transformer import VanillaTransformerConfig, list_presets
@@ -47,18 +44,6 @@ def script():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _process_as_it_was():
-    """The settings of the process are taken back."""
-    bars, other_bars = datasets.are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
-    package = logging.getLogger("vanilla_transformer")
-    level = package.level
-    yield
-    package.setLevel(level)
-    (datasets.disable_progress_bars if bars else datasets.enable_progress_bars)()
-    (transformers_logging.enable_progress_bar if other_bars else transformers_logging.disable_progress_bar)()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -41,17 +39,6 @@ PAIRS = [
 SHAPE = ["d_model=16", "d_ff=32", "num_heads=2", "encoder_layers=1", "decoder_layers=1", "dropout=0.1"]
 SMALL = ["--preset", "tiny", "--config_overrides", *SHAPE, "--vocab_size", "300"]
 QUICK = ["--generation_num_beams", "1", "--disable_tqdm", "true", "--use_cpu", "true", "--warmup_steps", "10"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _process_as_it_was():
-    """The command's settings of the process are taken back."""
-    bars = datasets.are_progress_bars_disabled()
-    package = logging.getLogger("vanilla_transformer")
-    level = package.level
-    yield
-    package.setLevel(level)
-    (datasets.disable_progress_bars if bars else datasets.enable_progress_bars)()
 
 
 def write_lines(path: Path, lines: list[str]) -> str:
