@@ -30,6 +30,7 @@ from vanilla_transformer_cli import (
     one_line,
     output_folder,
     users_mistake,
+    while_read,
     whole_number,
 )
 
@@ -437,4 +438,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

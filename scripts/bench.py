@@ -44,6 +44,7 @@ from vanilla_transformer.data import TokenBatchSampler, TranslationCollator, rea
 from vanilla_transformer.modeling_vanilla_transformer import sinusoidal_encoding
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
+from vanilla_transformer_cli import while_read
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -505,4 +506,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

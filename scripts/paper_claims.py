@@ -8,6 +8,7 @@ import argparse
 import sys
 
 from vanilla_transformer.paper_claims import CLAIMS, Claim, Figure, number
+from vanilla_transformer_cli import while_read
 
 
 def expected(figure: Figure) -> str:
@@ -54,4 +55,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

@@ -400,9 +400,15 @@ def push_parser() -> argparse.ArgumentParser:
         "--model", required=True, type=model_folder, metavar="D", default=argparse.SUPPRESS, help="the model's folder"
     )
     parser.add_argument(
-        "--repo_id", required=True, metavar="USER/NAME", default=argparse.SUPPRESS, help="made where it does not exist"
+        "--repo_id",
+        required=True,
+        metavar="USER/NAME",
+        default=argparse.SUPPRESS,
+        help="made where it does not exist; NAME alone is one of your own",
     )
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument(
+        "--private", action="store_true", help="make a new repository private; one that is public is refused"
+    )
     parser.add_argument(
         "--revision", metavar="B", default=argparse.SUPPRESS, help="branch to commit to, made where it does not exist"
     )
@@ -572,11 +578,27 @@ def users_mistake(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
     if isinstance(error, (ValueError, OSError, ImportError)) or module in ("safetensors", "safetensors_rust"):
-        return str(error) or name
+        return f"{str(error) or name}{hint_of_login(error)}"
     for cause in causes(error):  # an upload that broke is an error of its own, caused by that of the connection
-        if type(cause).__module__.split(".")[0] in HUB_LIBRARIES:
-            return str(error) if cause is error else f"{error} {cause}"
+        library = type(cause).__module__.split(".")[0]
+        if library in HUB_LIBRARIES:
+            message = str(error) if cause is error else f"{error} {cause}"
+            reached = library == "huggingface_hub" or getattr(cause, "response", None) is not None
+            return f"{message}{hint_of_login(error)}" if reached else f"the Hub, {hub()}, is not reached: {message}"
     return None
+
+
+def hub() -> str:
+    """The address of the Hub in use."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def hint_of_login(error: BaseException) -> str:
+    """What to do where the Hub did not take the token, or wanted one."""
+    refused = any(getattr(getattr(cause, "response", None), "status_code", None) == 401 for cause in causes(error))
+    if not refused or "hf auth login" in str(error):
+        return ""
+    return " The token is missing or not valid: log in with `hf auth login`, or set HF_TOKEN."
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -584,6 +606,24 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+class FewerRetries(logging.Filter):
+    """Of the client's two lines for each of many retries, the first of a verb's run stays, as a line of ours."""
+
+    told = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is to be shown."""
+        message = record.getMessage()
+        if message.startswith("Retrying in "):
+            return False
+        if " thrown while requesting " in message:
+            if self.told:
+                return False
+            self.told = True
+            record.msg, record.args = f"the Hub, {hub()}, does not answer ({message}); trying again for a while", ()
+        return True
 
 
 class Terminated(BaseException):
@@ -633,6 +673,8 @@ def run(verb: str, argv: list[str]) -> int:
     handler.setFormatter(logging.Formatter(f"{prog}: %(levelname)s: %(message)s"))
     package_logger = logging.getLogger("vanilla_transformer")
     package_logger.addHandler(handler)
+    client_logger, fewer_retries = logging.getLogger("huggingface_hub.utils._http"), FewerRetries()
+    client_logger.addFilter(fewer_retries)
     # A trainer waits for other processes where no handler runs; its half-written checkpoints are told apart anyway.
     cleaning_up = contextlib.nullcontext() if verb == "train" else raising_when_terminated()
     try:
@@ -658,6 +700,7 @@ def run(verb: str, argv: list[str]) -> int:
         return EXIT_USER_ERROR
     finally:
         package_logger.removeHandler(handler)
+        client_logger.removeFilter(fewer_retries)
 
 
 def leave_quietly() -> int:
@@ -676,9 +719,14 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 where nobody reads the output any more, 143
         after SIGTERM.
     """
+    return while_read(lambda: answer(sys.argv[1:] if argv is None else argv))
+
+
+def while_read(work: Callable[[], int]) -> int:
+    """Does the work and returns its exit code; ends it quietly where nobody reads standard output any more."""
     try:
         try:
-            return answer(sys.argv[1:] if argv is None else argv)
+            return work()
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()

@@ -25,6 +25,7 @@ from test_hub_code_travels import SHIPPED, elsewhere
 from translators import varied_marian, varied_model
 from vanilla_transformer.checkpoints import average_checkpoints, last_checkpoints, whole_checkpoints
 from vanilla_transformer.data import tokenize_pairs
+from vanilla_transformer.hub import TrainingRun
 from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
 
 
@@ -531,6 +532,27 @@ def test_the_command_averages_a_run_or_what_is_named(capsys, tmp_path):
     assert not torch.equal(
         given["model.encoder.embed_tokens.weight"], weights(tmp_path / "five")["model.encoder.embed_tokens.weight"]
     )
+
+
+def test_the_card_of_a_mean_is_that_of_the_run_without_its_scores(capsys, tmp_path):
+    folder = run_of(tmp_path / "run", [(n, 10 * n) for n in range(1, 4)])
+    scores = {"bleu": {"score": 12.5, "signature": "s"}, "chrf": {"score": 34.5, "signature": "t"}}
+    record = TrainingRun(source_lang="en", target_lang="de", preset="tiny", updates=3, kept_update=2)
+    record.add_evaluation({"name": "newstest", **scores})
+    record.save(folder)
+    assert run(capsys, "--run", folder, "--last", "2", "--output_dir", tmp_path / "mean")[0] == 0
+    record = TrainingRun.load(tmp_path / "mean")
+    assert (record.source_lang, record.preset, record.updates) == ("en", "tiny", 3)
+    assert record.averaged == ["checkpoint-2", "checkpoint-3"]
+    card = (tmp_path / "mean" / "README.md").read_text()
+    assert "en to de" in card
+    assert "the mean of 2 checkpoints: checkpoint-2, checkpoint-3" in card
+    assert "12.5" not in card
+    # Of checkpoints of two runs neither's record holds.
+    other = run_of(tmp_path / "other", [(7, 70)])
+    named = [folder / "checkpoint-3", other / "checkpoint-7"]
+    assert run(capsys, "--checkpoints", *named, "--output_dir", tmp_path / "both")[0] == 0
+    assert TrainingRun.load(tmp_path / "both") == TrainingRun(averaged=["checkpoint-3", "checkpoint-7"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import math
 import os
 import signal
@@ -744,3 +745,19 @@ def test_a_closed_standard_stream_is_one_line(stream, arguments, tmp_path, tiny_
     assert cli.main(["translate", "--model", str(tmp_path / "model"), *arguments]) == 2
     monkeypatch.undo()
     assert "is closed" in capsys.readouterr().err
+
+
+def test_retries_of_the_hubs_client_are_told_once():
+    retries, shown = cli.FewerRetries(), []
+    for number in range(1, 6):
+        for text, values in (
+            ("%s thrown while requesting %s %s", ("'refused'", "HEAD", "http://hub/x")),
+            ("Retrying in %ss [Retry %d/%d].", (2**number, number, 5)),
+            ("something else %d", (number,)),
+        ):
+            record = logging.LogRecord("huggingface_hub.utils._http", logging.WARNING, "", 0, text, values, None)
+            if retries.filter(record):
+                shown.append(record.getMessage())
+    assert shown[0].startswith("the Hub, ")
+    assert "('refused' thrown while requesting HEAD http://hub/x); trying again for a while" in shown[0]
+    assert shown[1:] == [f"something else {number}" for number in range(1, 6)]

@@ -466,7 +466,9 @@ def our_folder(tiny_tokenizer, tmp_path_factory) -> Path:
     model = small_model(vocab_size=len(tiny_tokenizer), tie_word_embeddings=False, seed=4)
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
-    write_model_card(folder, TrainingRun(source_lang="en", target_lang="de"), license="mit")
+    scores = {"bleu": {"score": 12.5, "signature": "s"}, "chrf": {"score": 34.5, "signature": "t"}}
+    run = TrainingRun(source_lang="en", target_lang="de", evaluations=[{"name": "newstest", "segments": 4, **scores}])
+    write_model_card(folder, run, license="mit")
     return folder
 
 
@@ -524,6 +526,10 @@ def test_the_card_of_the_result_says_what_it_is_and_what_is_different(our_folder
     assert "trust_remote_code" not in card
     assert 'AutoModelForSeq2SeqLM.from_pretrained("marian")' in card
     assert "at most 512 tokens there" in card
+    # It decodes by other rules, and nobody has scored it yet.
+    assert "otherwise: beam 4, length penalty n ** 0.48" in card
+    assert "model-index" not in head
+    assert "Measured before the conversion, on the original:" in card
     # transformers 4 does not know the newer name of the class.
     settings = json.loads((tmp_path / "marian" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"

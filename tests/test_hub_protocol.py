@@ -645,7 +645,7 @@ def test_translate_says_in_one_line_what_is_wrong_with_a_repository(hub, here, f
     cases = [
         ("user/nothing", [], "secret", "user/nothing is not a local folder and is not a valid model identifier"),
         ("user/hidden", [], None, "make sure to pass a token"),
-        ("user/hidden", [], "wrong", "401"),
+        ("user/hidden", [], "wrong", "hf auth login"),
         ("user/plain", ["--revision", "none"], "secret", "none is not a valid git identifier"),
         ("user/unreadable", [], "secret", "safetensors"),
     ]
@@ -662,8 +662,9 @@ def test_translate_says_in_one_line_what_is_wrong_with_a_repository(hub, here, f
 def test_push_says_in_one_line_what_went_wrong_and_leaves_nothing_half_done(hub, here, first):
     arguments = ["push", "--model", first.folder, "--repo_id", "user/pushed"]
     cases = [
-        (lambda: None, {"endpoint": "http://127.0.0.1:1"}, "refused"),  # nobody listens there
-        (lambda: None, {"token": "wrong"}, "401"),
+        # Nobody listens there.
+        (lambda: None, {"endpoint": "http://127.0.0.1:1"}, "is not reached: [Errno 111] Connection refused"),
+        (lambda: None, {"token": "wrong"}, "log in with `hf auth login`, or set HF_TOKEN"),
         (lambda: None, {"token": "other"}, "403"),
         (lambda: hub.refuse("POST", "/repos/create", status=500), {}, "500"),
         (lambda: hub.drop_upload(after=1000, times=100), {}, "model.safetensors"),
@@ -724,10 +725,25 @@ def test_push_sends_one_commit_that_opens_without_the_package_and_later_only_wha
     card = hub.files("user/shared")["README.md"].decode()
     assert "| 12.50 |" in card
     assert "license: mit" in card
+    code, printed, errors = command(here, *arguments)
+    assert code == 0, errors
+    assert printed.startswith("nothing to send, user/shared holds these"), printed
     add_evaluation(folder, {"name": "another", "segments": 4, "decoding": "greedy", **scores})
     assert command(here, *arguments, "--revision", "trial", "--commit_message", "on trial")[0] == 0
     assert hub.history("user/shared", "trial")[0].title == "on trial"
     assert hub.history("user/shared")[0].title == "Upload model"
+
+
+def test_a_push_that_is_to_be_private_does_not_go_into_a_public_repository(hub, here, first):
+    publish(hub, "user/public", {"notes.txt": b"Nothing yet."})
+    arguments = ["push", "--model", first.folder, "--repo_id", "user/public"]
+    code, printed, errors = command(here, *arguments, "--private")
+    assert (code, printed) == (2, "")
+    assert "user/public exists already and is public; nothing was sent" in errors
+    assert "model.safetensors" not in hub.files("user/public")
+    assert command(here, *arguments)[0] == 0
+    assert command(here, *arguments[:-1], "user/secret", "--private")[0] == 0
+    assert command(here, *arguments[:-1], "user/secret", "--private")[0] == 0, "what is private stays so"
 
 
 def test_a_pipeline_pushes_its_model_and_tokenizer_and_leaves_a_card_that_is_there(hub, here, elsewhere, first):
@@ -739,6 +755,7 @@ def test_a_pipeline_pushes_its_model_and_tokenizer_and_leaves_a_card_that_is_the
     files = hub.files("user/piped")
     assert set(files) - {".gitattributes"} == set(first.files) | {"README.md"}
     assert card_errors(files["README.md"].decode()) == []
+    assert 'model="user/piped"' in files["README.md"].decode()
     assert "pipeline_tag: translation" in files["README.md"].decode()
     hub.add_commit("user/piped", {"README.md": b"By hand.\n"})
     here.run(push, folder=first.folder)

@@ -6,7 +6,10 @@ import cmath
 import importlib.util
 import itertools
 import math
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +47,19 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_a_reader_who_goes_away_ends_the_script_without_a_traceback():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "paper_claims.py")],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_the_worked_example_gives_the_weights_of_hand_arithmetic(path):
     # q . k is 5.2, 0, -0.2 and 0; d_k is 3
     expected = softmax([score / math.sqrt(3) for score in (5.2, 0.0, -0.2, 0.0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -21,6 +22,7 @@ import vanilla_transformer
 import vanilla_transformer_cli
 from vanilla_transformer.commands.train import new_config, parse, read_recipe
 from vanilla_transformer.evaluation import corpus_scores, perplexity
+from vanilla_transformer.hub import TrainingRun
 from vanilla_transformer.translation import load_translator, translate_lines
 
 
@@ -201,6 +203,26 @@ def test_fine_tuning_keeps_vocabulary_and_configuration(tmp_path, run, files):
     assert changed <= {"_name_or_path", "transformers_version"}
     distances = [(value - new.state_dict()[name]).abs().max().item() for name, value in old.state_dict().items()]
     assert 0 < max(distances) < 0.02  # two small steps away from the old weights, not anywhere
+
+
+def test_a_fine_tuned_model_tells_of_its_base(tmp_path, run, files):
+    """Languages, preset and overrides are the base's where the command line names none."""
+    base = tmp_path / "base"
+    shutil.copytree(run, base, ignore=shutil.ignore_patterns("checkpoint-*"))
+    record = TrainingRun.load(base)
+    record.source_lang, record.target_lang = "en", "de"
+    record.save(base)
+    arguments = ["--model", base, *QUICK, "--max_steps", "1", "--learning_rate", "0.001", "--save_strategy", "no"]
+    assert train(*flags(files), *arguments, "--output_dir", tmp_path / "tuned") == 0
+    tuned = TrainingRun.load(tmp_path / "tuned")
+    assert (tuned.source_lang, tuned.target_lang, tuned.preset, tuned.base_model) == ("en", "de", "tiny", "base")
+    assert tuned.config_overrides == record.config_overrides == SHAPE
+    given = ["--source_lang", "fr", "--target_lang", "it"]
+    assert train(*flags(files), *arguments, *given, "--output_dir", tmp_path / "other") == 0
+    assert TrainingRun.load(tmp_path / "other").source_lang == "fr"
+    (base / "training_run.json").write_text("[]")  # a record that nobody can read is no reason not to train
+    assert train(*flags(files), *arguments, "--output_dir", tmp_path / "unknown") == 0
+    assert TrainingRun.load(tmp_path / "unknown").source_lang is None
 
 
 def test_a_tokenizer_can_be_brought_along(tmp_path, run, files):
@@ -407,6 +429,46 @@ def test_without_further_settings_the_papers_updates_and_the_best_bleu_of_the_ep
     assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
     _, args = parsed(*flags(files, "--train"), "--output_dir", tmp_path / "out", "--num_train_epochs", 3)
     assert (args.max_steps, args.num_train_epochs, args.eval_strategy) == (-1, 3, "no")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # given: evaluate, save, after how many updates each, keep the best
+        ("--eval_strategy steps --eval_steps 50", ("steps", "steps", 50, 50, True)),
+        ("--eval_steps 50", ("steps", "steps", 50, 50, True)),
+        ("--save_steps 50", ("steps", "steps", 50, 50, True)),
+        ("--save_strategy steps --logging_steps 20", ("steps", "steps", 20, 20, True)),
+        ("--eval_steps 50 --save_steps 100", ("steps", "steps", 50, 100, True)),
+        ("--eval_steps 50 --save_steps 70", ("steps", "steps", 50, 70, False)),
+        ("--eval_strategy steps --eval_steps 50 --save_strategy epoch", ("steps", "epoch", 50, 500, False)),
+        ("--save_strategy epoch", ("epoch", "epoch", None, 500, True)),
+        ("--eval_steps 50 --save_strategy best", ("steps", "best", 50, 500, True)),
+        ("--eval_steps 50 --save_strategy no", ("steps", "no", 50, 500, False)),
+        ("--eval_strategy no", ("no", "steps", None, 500, False)),
+        ("--eval_steps 50 --load_best_model_at_end false", ("steps", "steps", 50, 50, False)),
+    ],
+)
+def test_what_is_given_of_evaluating_and_saving_holds_for_both_and_the_best_is_kept(
+    tmp_path, files, caplog, monkeypatch, given, expected
+):
+    """And where they are given so that the best cannot be kept, that is said."""
+    monkeypatch.setattr(logging.getLogger("vanilla_transformer"), "propagate", True)
+    _, args = parsed(*flags(files), "--output_dir", tmp_path / "out", *given.split())
+    found = (args.eval_strategy, args.save_strategy, args.eval_steps, args.save_steps, args.load_best_model_at_end)
+    assert found == expected
+    told = "the last model will be kept, not the best" in caplog.text
+    assert told == (not expected[-1] and "load_best" not in given and expected[0] != "no")
+
+
+def test_a_warm_up_that_is_too_short_for_equation_3_is_told(tmp_path, files, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vanilla_transformer"), "propagate", True)
+    common = [*flags(files, "--train"), *SMALL, *QUICK, "--max_steps", "1", "--save_strategy", "no"]
+    assert train(*common, "--output_dir", tmp_path / "short") == 0
+    assert "peaks at 0.079 after 10 updates" in caplog.text  # (16 * 10) ** -0.5
+    caplog.clear()
+    assert train(*common, "--warmup_steps", "1000", "--output_dir", tmp_path / "long") == 0
+    assert "peaks" not in caplog.text
 
 
 # --- A user's mistakes: one line, exit code 2, nothing written -------------------------------------------------------

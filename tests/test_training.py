@@ -1831,6 +1831,24 @@ def test_missing_weights_that_are_not_tied_are_still_reported(tmp_path, caplog):
     assert "lm_head" not in caplog.text
 
 
+@pytest.mark.parametrize(("losses", "best"), [([3.0, 2.0, 2.5], 2), ([2.0, 3.0, 2.5], 1), ([2.0, 2.0, 2.0], 1)])
+def test_of_models_with_equal_bleu_that_of_the_lowest_loss_is_kept(tmp_path, monkeypatch, losses, best):
+    """BLEU is 0 for long in a small or an early run, and its first model is the worst."""
+    remaining = iter(losses)
+    evaluation_loop = VanillaTransformerTrainer.evaluation_loop
+
+    def scripted(self, *args, **kwargs):
+        output = evaluation_loop(self, *args, **kwargs)
+        output.metrics["eval_loss"] = next(remaining)
+        return output
+
+    monkeypatch.setattr(VanillaTransformerTrainer, "evaluation_loop", scripted)
+    model, trainer, metrics = scripted_run(tmp_path, [0.0, 0.0, 0.0])
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert trainer.state.best_metric == 0.0
+    assert all(torch.equal(value, metrics.weights[best - 1][name]) for name, value in model.state_dict().items())
+
+
 def test_training_stops_early_where_bleu_no_longer_rises(tmp_path):
     _, trainer, metrics = scripted_run(
         tmp_path, [10.0, 20.0, 15.0, 12.0, 99.0, 99.0], [EarlyStoppingCallback(early_stopping_patience=2)]

@@ -409,6 +409,15 @@ def test_what_a_folder_lacks_is_named(tiny_tokenizer, folder, tmp_path):
     with pytest.raises(ValueError, match=r"lacks 1 weights .*layers.0.cross_attention.q_proj.weight"):
         load_translator(str(lacking))
 
+    wordless = tmp_path / "wordless"
+    shutil.copytree(folder, wordless)
+    (wordless / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"a file of it is missing, such as tokenizer\.json"):
+        load_translator(str(wordless))
+    (wordless / "tokenizer_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer in the folder .*wordless .*tokenizer\.save_pretrained"):
+        load_translator(str(wordless))
+
     bert = tmp_path / "bert"
     shutil.copytree(folder, bert)
     BertConfig().save_pretrained(bert)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
@@ -104,6 +104,7 @@ class TrainingRun:
         training_pairs, validation_pairs: Pairs of sentences used.
         preset, config_overrides, recipe: As given to `train`.
         base_model: Name of the model that was fine-tuned.
+        averaged: Names of the checkpoints whose mean the weights are.
         arguments: Training arguments that differ from transformers' own defaults.
         updates, epochs, target_tokens: Done in all; target tokens without padding, since `resumed_at`.
         kept_update: The update whose weights were kept as the best, where it is not the last.
@@ -125,6 +126,7 @@ class TrainingRun:
     config_overrides: list[str] = field(default_factory=list)
     recipe: str | None = None
     base_model: str | None = None
+    averaged: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     updates: int | None = None
     epochs: float | None = None
@@ -265,7 +267,7 @@ def model_card(
         results=results_section(run),
         model_rows=model_rows(config, run, num_parameters),
         departures=departures_text(config),
-        decoding=decoding_text(generation_config),
+        decoding=decoding_sentence(generation_config),
         training_rows=training_rows(run),
         arguments="\n".join(f"{key}: {json.dumps(value)}" for key, value in sorted(run.arguments.items())),
         direction=direction(run),
@@ -400,6 +402,11 @@ def decoding_text(generation_config: GenerationConfig | None, num_beams: int | N
     return ", ".join(words)
 
 
+def decoding_sentence(generation_config: GenerationConfig | None) -> str:
+    """The card's line on decoding."""
+    return f"Decoding, unless a call to `generate()` says otherwise: {decoding_text(generation_config)}."
+
+
 def training_rows(run: TrainingRun) -> list[tuple[str, str]]:
     """What is known of the run, row by row."""
     amount = f", {run.training_pairs:,} pairs" if run.training_pairs else ""
@@ -414,13 +421,20 @@ def training_rows(run: TrainingRun) -> list[tuple[str, str]]:
         ("recipe", plain(run.recipe or "")),
         ("fine-tuned from", plain(run.base_model or "")),
         ("effort", ", ".join(filter(None, effort))),
-        ("weights", f"of update {run.kept_update:,}, the best on the validation text" if run.kept_update else ""),
+        ("weights", weights_text(run)),
         ("time", duration(run.seconds) + (f" since update {run.resumed_at:,}" if run.resumed_at else "")),
         ("hardware", plain(run.hardware or "") + (f", {run.processes} processes" if (run.processes or 1) > 1 else "")),
         ("software", plain(", ".join(f"{name} {number}" for name, number in run.software.items()))),
         ("training loss", f"{run.train_loss:.3f} nats a token, smoothed, mean of the run" if run.train_loss else ""),
     ]
     return [(name, value) for name, value in rows if value.strip()]
+
+
+def weights_text(run: TrainingRun) -> str:
+    """Which weights were kept, where they are not those of the last update."""
+    if run.averaged:
+        return f"the mean of {len(run.averaged)} checkpoints: {', '.join(map(plain, run.averaged))}"
+    return f"of update {run.kept_update:,}, the best on the validation text" if run.kept_update else ""
 
 
 def direction(run: TrainingRun) -> str:
@@ -529,6 +543,13 @@ def replace_section(content: str, name: str, text: str) -> str:
     if not found or not closed:
         return f"{content.rstrip()}\n\n{start}\n{text}\n{end}\n"
     return f"{before}{start}\n{text}\n{end}{after}"
+
+
+def section(content: str, name: str) -> str | None:
+    """The text between `<!-- name -->` and `<!-- end of name -->`; None where there is none."""
+    _, found, rest = content.partition(f"<!-- {name} -->")
+    text, closed, _ = rest.partition(f"<!-- end of {name} -->")
+    return text.strip() if found and closed else None
 
 
 def parameters_in(folder: Path) -> int:
@@ -672,6 +693,13 @@ def card_to_push(path: Path, repo_id: str, license: str | None) -> str:
     return str(card)
 
 
+class Pushed(NamedTuple):
+    """What a push did: the address of the branch's newest commit, and whether it is new."""
+
+    address: str
+    changed: bool
+
+
 def push(
     folder: str | os.PathLike,
     repo_id: str,
@@ -682,8 +710,8 @@ def push(
     license: str | None = None,
     token: str | None = None,
     files: dict[str, Path | bytes] | None = None,
-) -> str:
-    """Uploads a model's folder as one commit: all of it arrives, or nothing.
+) -> Pushed:
+    """Uploads a model's folder as one commit: all of it arrives, or nothing; none where the Hub has it all already.
 
     Weights that a broken upload has brought to the Hub already are not sent again. A licence that is given stays in
     the folder's card, for the next push.
@@ -691,26 +719,32 @@ def push(
     Args:
         folder: With the saved model and its tokenizer.
         repo_id: `user/name`; a bare name is one of the token's owner. Made where it does not exist.
-        private: Whether a new repository is private; None means what the owner's settings say.
+        private: Whether a new repository is private; None means what the owner's settings say. One that exists stays
+            as it is.
         revision: Branch to commit to, made where it does not exist; None means the main one.
         commit_message: Of the commit.
         license: See `model_card`.
         token: None means that of `hf auth login` or of the variable HF_TOKEN.
         files: What `files_to_push` gave for the same arguments; None asks it.
 
-    Returns:
-        The address of the commit.
-
     Raises:
-        FileNotFoundError, ValueError: See `files_to_push`; a name that the Hub does not take.
+        FileNotFoundError, ValueError: See `files_to_push`; a name that the Hub does not take; `private` for a
+            repository that exists and is public.
         huggingface_hub.errors.HfHubHTTPError: What the Hub refuses.
+        httpx.HTTPError: The Hub is not reached.
     """
     files = dict(files_to_push(folder, repo_id, license=license) if files is None else files)
     api = HfApi(token=token, library_name="vanilla-transformer")
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # now with its owner
     files[CARD] = card_to_push(Path(folder), repo_id, license).encode()
+    if private and api.repo_info(repo_id).private is False:
+        raise ValueError(
+            f"{repo_id} exists already and is public; nothing was sent. Make it private in its settings on the Hub, "
+            "or give another name."
+        )
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
+    newest = api.repo_info(repo_id, revision=revision).sha
     commit = api.create_commit(
         repo_id,
         operations=[CommitOperationAdd(name, content) for name, content in files.items()],
@@ -722,7 +756,7 @@ def push(
         own: Any = ModelCard.load(card, ignore_metadata_errors=True)
         own.data.license = license
         write_whole(card, str(own))
-    return str(commit.commit_url)
+    return Pushed(str(commit.commit_url), commit.oid != newest)
 
 
 def size_of(content: Path | bytes) -> int:
@@ -731,6 +765,7 @@ def size_of(content: Path | bytes) -> int:
 
 
 __all__ = [
+    "Pushed",
     "TrainingRun",
     "add_evaluation",
     "changed_arguments",

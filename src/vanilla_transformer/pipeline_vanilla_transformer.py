@@ -259,6 +259,8 @@ class VanillaTransformerTranslationPipeline(Pipeline):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / repo_id.rpartition("/")[2]
+            folder.mkdir()
+            (folder / "README.md").write_text(self._model_card(folder.name, repo_id), encoding="utf-8")
             self.save_pretrained(folder, **kwargs)
             if api.file_exists(repo_id, "README.md", revision=revision):
                 (folder / "README.md").unlink()
@@ -270,8 +272,13 @@ class VanillaTransformerTranslationPipeline(Pipeline):
                 create_pr=create_pr,
             )
 
-    def _model_card(self, name: str) -> str:
-        """A card that says no more than a pipeline knows: the model's family and size, the languages of the task."""
+    def _model_card(self, name: str, model_id: str = "PATH_OR_NAME") -> str:
+        """A card that says no more than a pipeline knows: the model's family and size, the languages of the task.
+
+        Args:
+            name: The heading.
+            model_id: Where the model is found.
+        """
         model: Any = self.model
         origin = str(getattr(model.config, "_name_or_path", "") or "")
         from_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", origin) is not None and not os.path.exists(origin)
@@ -292,7 +299,7 @@ class VanillaTransformerTranslationPipeline(Pipeline):
                 "tokenizer.\n",
                 "```python",
                 "from transformers import pipeline\n",
-                f'translate = pipeline("translation", model="PATH_OR_NAME"{code})',
+                f'translate = pipeline("translation", model="{model_id}"{code})',
                 'print(translate("A sentence to translate."))',
                 "```",
                 "",

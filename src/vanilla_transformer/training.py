@@ -545,6 +545,23 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             (folder / TRAINER_STATE).unlink(missing_ok=True)
         super()._save_checkpoint(*args, **kwargs)
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Whether this is the best model so far; of two equal ones (BLEU 0 early on), the one of the lower loss."""
+        before = self.state.best_metric
+        if super()._determine_best_metric(metrics, trial):
+            return True
+        name = f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+        best_losses = [
+            entry["eval_loss"]
+            for entry in self.state.log_history
+            if entry["step"] == self.state.best_global_step and "eval_loss" in entry
+        ]
+        loss = metrics.get("eval_loss")
+        if before is None or metrics.get(name) != before or loss is None or not best_losses or loss >= best_losses[-1]:
+            return False
+        self.state.best_global_step = self.state.global_step
+        return True
+
     def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
         """Saves, and waits: what is written next, the trainer's state, says that every process is done."""
         super()._save_rng_state(*args, **kwargs)

@@ -50,6 +50,9 @@ _MOST_UNUSED_WORDS = 256
 # What a trainer keeps beside the weights, and no weights themselves.
 _TRAINER_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*)\.(bin|pt|pth)")
 
+# Whatever the family, a tokenizer leaves one of these.
+_TOKENIZER_FILES = ("tokenizer*.json", "vocab*", "*.spm", "*.model", "merges.txt", "*.codes")
+
 _LINE_BREAKS = re.compile(r"[\r\n]+")
 
 
@@ -515,6 +518,11 @@ def open_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBas
         ImportError: It needs a package that is not installed.
         ValueError: Whatever is wrong with its files.
     """
+    if os.path.isdir(name) and not any(glob.glob(os.path.join(glob.escape(name), each)) for each in _TOKENIZER_FILES):
+        raise FileNotFoundError(
+            f"no tokenizer in the folder {name} (tokenizer.json or the like); save it there with "
+            "tokenizer.save_pretrained."
+        )
     try:
         with warnings.catch_warnings():
             # Marian's tokenizer recommends a package on being opened, and never uses it.
@@ -530,6 +538,8 @@ def open_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBas
         ) from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        if "backend tokenizer" in reason:  # three ways to build one are then listed, all for want of its file
+            reason = "a file of it is missing, such as tokenizer.json."
         raise ValueError(f"the tokenizer in {name} cannot be used: {reason}") from error
 
 

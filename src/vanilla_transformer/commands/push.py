@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         card = files[CARD]
         print(card.decode() if isinstance(card, bytes) else card.read_text(encoding="utf-8"))
         return 0
-    address = push(
+    pushed = push(
         arguments.model,
         arguments.repo_id,
         private=True if arguments.private else None,
@@ -36,5 +36,9 @@ def main(argv: list[str]) -> int:
         license=given.get("license"),
         files=files,
     )
-    print(f"{len(files)} files, {sum(sizes.values()):,} bytes: {address}")
+    amount = f"{len(files)} files, {sum(sizes.values()):,} bytes"
+    if pushed.changed:
+        print(f"{amount}: {pushed.address}")
+    else:
+        print(f"nothing to send, {arguments.repo_id} holds these {amount} already: {pushed.address}")
     return 0

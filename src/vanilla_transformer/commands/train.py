@@ -14,11 +14,11 @@ import yaml
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
 from vanilla_transformer.data import load_pairs, tokenize_pairs
-from vanilla_transformer.hub import TrainingRun
+from vanilla_transformer.hub import RECORD, TrainingRun
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.training import (
     VanillaTransformerTrainer,
@@ -32,6 +32,7 @@ from vanilla_transformer.translation import load_translator, position_limit
 logger = logging.get_logger(__name__)
 
 PAPER_UPDATES = 100_000  # section 5.2: the base model
+HIGHEST_PEAK = 0.01
 FILES = ("train_source", "train_target", "validation_source", "validation_target")
 METRICS = ("loss", "bleu", "chrf", "generated_length")
 
@@ -137,6 +138,8 @@ def main(argv: list[str]) -> int:
             validation_set, _ = tokenize_pairs(
                 validation_pairs, tokenizer, drop=False, description="validation", **limits
             )
+    if training_arguments.should_log:
+        warn_of_peak(model.config.d_model, training_arguments)
     trainer = VanillaTransformerTrainer(
         model,
         training_arguments,
@@ -162,6 +165,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def warn_of_peak(d_model: int, training_arguments: VanillaTransformerTrainingArguments) -> None:
+    """Says where a short warm-up makes the peak of equation (3) higher than any model of the paper bears."""
+    if training_arguments.learning_rate is not None:
+        return
+    peak = (d_model * training_arguments.warmup_steps) ** -0.5
+    if peak > HIGHEST_PEAK:
+        logger.warning(
+            f"equation (3) peaks at {peak:.2g} after {training_arguments.warmup_steps:g} updates, where training may "
+            f"diverge: the paper's models peak at 0.0007 and less; a longer --warmup_steps lowers it, and "
+            "--learning_rate sets it"
+        )
+
+
 def describe(run: TrainingRun, arguments: TrainArguments) -> None:
     """Notes for the model card what only the command knows: languages, text, preset."""
     run.source_lang, run.target_lang = arguments.source_lang, arguments.target_lang
@@ -171,11 +187,30 @@ def describe(run: TrainingRun, arguments: TrainArguments) -> None:
     else:
         run.dataset = arguments.dataset
     run.files = [Path(path).resolve().name for path in files]  # not where they lie on this machine
-    if arguments.model is not None:
-        run.base_model = Path(arguments.model).resolve().name if Path(arguments.model).exists() else arguments.model
     if arguments.model is None:
         run.preset, run.config_overrides = arguments.preset, arguments.config_overrides
+    else:
+        run.base_model = Path(arguments.model).resolve().name if Path(arguments.model).exists() else arguments.model
+        base = record_of(arguments.model)
+        run.preset, run.config_overrides = base.preset, base.config_overrides
+        run.source_lang, run.target_lang = run.source_lang or base.source_lang, run.target_lang or base.target_lang
     run.recipe = Path(arguments.recipe).stem if arguments.recipe else None
+
+
+def record_of(model: str) -> TrainingRun:
+    """The record of a model in a folder or on the Hub; an empty one where it has none that can be read."""
+    record = cached_file(
+        model,
+        RECORD,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    try:
+        return TrainingRun.load(Path(record).parent) if record else TrainingRun()
+    except ValueError as error:
+        logger.warning(f"the card will not tell of the base model's training: {error}")
+        return TrainingRun()
 
 
 def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingArguments]:
@@ -287,10 +322,7 @@ def settle(given: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
         )
     if chosen.get("validation_source") or chosen.get("validation_split"):
         scores = METRICS if chosen.get("predict_with_generate", True) else METRICS[:1]
-        if not {"eval_strategy", "save_strategy", "load_best_model_at_end"} & set(chosen):
-            defaults.update(
-                eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, save_total_limit=2
-            )
+        defaults.update(when_to_evaluate_and_save(chosen))
         if "metric_for_best_model" not in chosen:
             best = "bleu" if "bleu" in scores else "loss"
             defaults.update(metric_for_best_model=best, greater_is_better=best != "loss")
@@ -319,6 +351,53 @@ def settle(given: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
     else:
         leave_out(rows)
     return defaults
+
+
+def when_to_evaluate_and_save(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Defaults for what the user left open of evaluating, saving and keeping the best, where there is validation text.
+
+    What is given for one of the two holds for the other too, so that the best model can be kept; where they are given
+    so that it cannot, the last is kept, and that is said.
+
+    Args:
+        chosen: Settings of the command line and of the recipe.
+    """
+    strategies = ("eval_strategy", "save_strategy")
+    given = {name: str(chosen[name]).lower() for name in strategies if chosen.get(name) is not None}
+    for name in strategies:  # a number of updates says that it is by updates
+        if chosen.get(name.replace("strategy", "steps")) is not None:
+            given.setdefault(name, "steps")
+    evaluation, saving = given.get("eval_strategy"), given.get("save_strategy")
+    if evaluation == "no":
+        return {}
+    evaluation = evaluation or (saving if saving in ("steps", "epoch") else "epoch")
+    saving = saving or (evaluation if evaluation in ("steps", "epoch") else "epoch")
+    defaults: dict[str, Any] = {"eval_strategy": evaluation, "save_strategy": saving, "save_total_limit": 2}
+    each = {name: chosen.get(name) for name in ("eval_steps", "save_steps")}
+    both_by_steps = evaluation == saving == "steps"
+    if both_by_steps:  # transformers would evaluate after logging_steps and save after 500
+        steps = each["eval_steps"] or each["save_steps"] or chosen.get("logging_steps") or 500
+        each = {name: value or steps for name, value in each.items()}
+        defaults.update(each)
+    together = saving == "best" or evaluation == saving
+    if together and both_by_steps and all(number_of(value) >= 1 for value in each.values()):
+        together = number_of(each["save_steps"]) % number_of(each["eval_steps"]) == 0
+    if saving != "no" and together:
+        defaults["load_best_model_at_end"] = True
+    elif chosen.get("load_best_model_at_end") is None:
+        logger.warning(
+            "the last model will be kept, not the best: that takes an evaluation before each saving, such as "
+            "--eval_strategy steps --save_strategy steps --eval_steps 500 --save_steps 500"
+        )
+    return defaults
+
+
+def number_of(value: Any) -> float:
+    """A setting of a recipe or of the command line as a number; 0 where it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def read_recipe(name: str) -> dict[str, Any]:

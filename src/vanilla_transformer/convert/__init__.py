@@ -158,6 +158,8 @@ def write_card(
 ) -> None:
     """Writes the model card of a converted model: the original's, where it has one, with what is different now.
 
+    Scores stay in the text, as those of the original, and leave the metadata: they were not measured here.
+
     Args:
         folder: Where to write it.
         name: Folder or name of the original.
@@ -169,8 +171,17 @@ def write_card(
     """
     import yaml
     from huggingface_hub import ModelCard
+    from transformers import GenerationConfig
 
-    from vanilla_transformer.hub import CARD, is_repo_id, plain, replace_section, write_whole
+    from vanilla_transformer.hub import (
+        CARD,
+        decoding_sentence,
+        is_repo_id,
+        plain,
+        replace_section,
+        section,
+        write_whole,
+    )
 
     original = file_of(name, CARD, revision)
     text = Path(original).read_text(encoding="utf-8", errors="replace") if original else ""
@@ -188,12 +199,18 @@ def write_card(
         body = f"\n# {plain(folder.name)}\n"
     body = replace_section(body, "conversion", conversion)
     body = replace_section(body, "use", use)
+    if section(body, "decoding") is not None:
+        settings = GenerationConfig.from_pretrained(folder)
+        body = replace_section(body, "decoding", decoding_sentence(settings))
+    if (scores := section(body, "results")) and "segments" in scores:
+        body = replace_section(body, "results", f"Measured before the conversion, on the original:\n\n{scores}")
     kept = [tag for tag in data.get("tags") or [] if tags.get(tag, True)]
     data["tags"] = list(dict.fromkeys(["translation", *kept, *(tag for tag, wanted in tags.items() if wanted)]))
     data["library_name"] = "transformers"
     data["pipeline_tag"] = "translation"
-    if data.get("model_name"):
-        data["model_name"] = folder.name
+    data.pop("model-index", None)
+    for measured in ("eval_results", "model_name", "metrics"):
+        data[measured] = None
     if is_repo_id(name):
         data["base_model"] = name
     write_whole(folder / CARD, f"---\n{data.to_yaml()}\n---\n{body}")

@@ -11,6 +11,7 @@ Importing this module registers the model with CTranslate2's converter, so that
 is `ct2-transformers-converter` for models of this package, with all of its options.
 """
 
+import copy
 import json
 import os
 import sys
@@ -289,6 +290,8 @@ def to_ctranslate2(
     target = Path(output_dir)
     if (target / "config.json").exists() and not (target / "model.bin").exists():
         raise ValueError(f"{output_dir} holds a model of another kind; choose another folder for the converted one.")
+    if quantization is not None and quantization.startswith("int"):
+        model = copy.deepcopy(model)  # CTranslate2 scales the numbers where they are
     spec = VanillaTransformerLoader(max_positions)(model, tokenizer)
     spec.validate()
     spec.optimize(quantization=quantization)
