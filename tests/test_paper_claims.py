@@ -47,19 +47,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_reader_who_goes_away_ends_the_script_without_a_traceback():
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "paper_claims.py")],
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
 def test_the_worked_example_gives_the_weights_of_hand_arithmetic(path):
     # q . k is 5.2, 0, -0.2 and 0; d_k is 3
     expected = softmax([score / math.sqrt(3) for score in (5.2, 0.0, -0.2, 0.0)])
@@ -380,3 +367,16 @@ def test_the_page_shows_each_measured_value_and_what_does_not_hold(script, capsy
     figures.pop(1)
     assert script.main([]) == 0
     assert capsys.readouterr().out.endswith("Every claim holds.\n")
+
+
+def test_a_reader_who_goes_away_ends_the_script_without_a_traceback():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "paper_claims.py")],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
