@@ -1,18 +1,23 @@
 """Speed and memory against peers, side by side in one run.
 
     python scripts/bench.py train --source train.en --target train.de --shape tiny
+    python scripts/bench.py decode --model runs/en-de --source test.en --target test.de
     python scripts/bench.py memory --shape base
+    python scripts/bench.py growth --model runs/en-de --source test.en
     python scripts/bench.py import
 
 Machines are shared and noisy, so every figure is a ratio against a peer that took turns with us in the same run:
 same text, same batches, same shape, same precision, medians of several rounds. Peers of training: Marian of
-transformers with the stock `Seq2SeqTrainer` and `torch.nn.Transformer` under the stock `Trainer`. What the machine
-can do at most is measured in the same run, as a matrix product. Without --source and --target the text is generated.
+transformers with the stock `Seq2SeqTrainer` and `torch.nn.Transformer` under the stock `Trainer`. Peers of decoding:
+`generate()` of Marian, and CTranslate2, both with our model's weights, with the same beams, stopping rule and length
+penalty, from reading the file to writing it. What the machine can do at most is measured in the same run, as a matrix
+product. Without --source and --target the text to train on is generated.
 """
 
 import argparse
 import gc
 import json
+import math
 import os
 import resource
 import statistics
@@ -39,16 +44,20 @@ from transformers import (
 from transformers.utils import logging
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.convert.marian import to_marian
 from vanilla_transformer.corpora import generate_numbers_corpus
 from vanilla_transformer.data import TokenBatchSampler, TranslationCollator, read_lines
+from vanilla_transformer.evaluation import corpus_scores
 from vanilla_transformer.modeling_vanilla_transformer import sinusoidal_encoding
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
+from vanilla_transformer.translation import load_translator, open_output, translate_lines
 from vanilla_transformer_cli import while_read
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LABEL_SMOOTHING = 0.1
+TRAINERS = ["ours", "marian sdpa", "marian eager", "nn.Transformer"]
 IMPORTS = {
     "transformers": "import torch; from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, pipeline",
     "ours": "import vanilla_transformer",
@@ -315,7 +324,7 @@ def bench_train(arguments: argparse.Namespace) -> dict[str, Any]:
     warmup = 2
     batches, vocab_size = batches_of(arguments, warmup + arguments.updates)
     config = shape_of(arguments.shape, vocab_size)
-    engines = train_engines(config, arguments.engines)
+    engines = train_engines(config, arguments.engines or TRAINERS)
     tokens = sum(map(target_tokens, batches[warmup:]))
     flops = sum(operations(config, batch) for batch in batches[warmup:])
     rates: dict[str, list[float]] = {name: [] for name in engines}
@@ -354,10 +363,137 @@ def bench_train(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def bench_decode(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Sentences a second from reading a file to writing its translation, rounds in turn; BLEU where --target is given.
+
+    Loading the models is not counted. Seconds are wall-clock time and, beside it, processor time of all threads.
+    """
+    if arguments.model is None or arguments.source is None:
+        sys.exit("decode needs --model and --source")
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {
+            name: each
+            for name, each in decode_engines(arguments, folder).items()
+            if arguments.engines is None
+            or name == "ours"
+            or any(name.startswith(wanted) for wanted in arguments.engines)
+        }
+        lines = sum(1 for _ in read_lines(arguments.source))
+        references = list(read_lines(arguments.target)) if arguments.target else None
+        clocks: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+        output = os.path.join(folder, "translated")
+        texts: dict[str, list[str]] = {}
+        for round_number in range(arguments.rounds + 1):  # the first warms up
+            for name, translate in engines.items():
+                start = time.perf_counter(), time.process_time()
+                translate(arguments.source, output)
+                taken = time.perf_counter() - start[0], time.process_time() - start[1]
+                texts[name] = list(read_lines(output))
+                if round_number:
+                    clocks[name].append(taken)
+                    tell(f"round {round_number}: {name} {lines / taken[0]:,.1f} lines/s")
+    median = {name: statistics.median(wall for wall, _ in values) for name, values in clocks.items()}
+    rows = []
+    for name, seconds in median.items():
+        equal = sum(one == other for one, other in zip(texts[name], texts["ours"], strict=True))
+        rows.append(
+            {
+                "engine": name,
+                "lines/s": round(lines / seconds, 1),
+                "processor s": round(statistics.median(cpu for _, cpu in clocks[name]), 1),
+                "ours is faster by": round(seconds / median["ours"], 2),
+                "lines as ours": f"{equal} of {lines}",
+                "BLEU": round(corpus_scores(texts[name], [references])["bleu"]["score"], 2) if references else None,
+            }
+        )
+    return {
+        "benchmark": f"decode, beam {arguments.num_beams}, length penalty n ** {arguments.length_penalty:g}, "
+        f"{lines} lines",
+        "rows": rows,
+    }
+
+
+def decode_engines(arguments: argparse.Namespace, folder: str) -> dict[str, Callable[[str, str], None]]:
+    """Functions that translate a file into a file, all with the weights of --model."""
+    model, tokenizer = load_translator(arguments.model, dtype="float32")
+    rules: dict[str, Any] = {
+        "num_beams": arguments.num_beams,
+        "length_penalty": arguments.length_penalty,
+        "length_penalty_type": "hub",
+        "early_stopping": False,
+        "max_new_tokens": 100,
+    }
+
+    def ours(source: str, output: str) -> None:
+        with open_output(output) as file:
+            for hypotheses in translate_lines(
+                model, tokenizer, read_lines(source), tokens_per_batch=arguments.tokens_per_batch, **rules
+            ):
+                file.write(f"{hypotheses[0].text}\n")
+
+    def stock(any_model: Any, rows: int, by_length: bool, settings: dict[str, Any]) -> Callable[[str, str], None]:
+        def translate(source: str, output: str) -> None:
+            lines = list(read_lines(source))
+            order = sorted(range(len(lines)), key=lambda index: -len(lines[index])) if by_length else range(len(lines))
+            texts = [""] * len(lines)
+            for start in range(0, len(lines), rows):
+                chosen = order[start : start + rows]
+                encoded = tokenizer([lines[index] for index in chosen], return_tensors="pt", padding=True)
+                ids = any_model.generate(**encoded.to(any_model.device), **settings)
+                for index, text in zip(chosen, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True):
+                    texts[index] = text
+            with open_output(output) as file:
+                file.writelines(f"{text}\n" for text in texts)
+
+        return translate
+
+    engines: dict[str, Callable[[str, str], None]] = {"ours": ours}
+    known = {name: value for name, value in rules.items() if name != "length_penalty_type"}
+    marian = to_marian(model).eval().to(DEVICE)  # type: ignore[arg-type]
+    engines["marian generate(), 8 rows"] = stock(marian, 8, False, known)
+    engines["marian generate(), 64 rows, sorted"] = stock(marian, 64, True, known)
+    try:
+        import ctranslate2
+
+        from vanilla_transformer.convert.ctranslate2 import to_ctranslate2
+    except ImportError as error:
+        tell(f"without ctranslate2: {error}")
+        return engines
+
+    def by_ctranslate2(compute_type: str) -> Callable[[str, str], None]:
+        translator = ctranslate2.Translator(
+            os.path.join(folder, "ctranslate2"),
+            device=DEVICE,
+            compute_type=compute_type,
+            intra_threads=torch.get_num_threads(),
+        )
+
+        def translate(source: str, output: str) -> None:
+            rows = [tokenizer.convert_ids_to_tokens(ids) for ids in tokenizer(list(read_lines(source)))["input_ids"]]
+            results = translator.translate_batch(
+                rows,
+                beam_size=arguments.num_beams,
+                length_penalty=arguments.length_penalty,
+                max_decoding_length=100,
+                max_batch_size=arguments.tokens_per_batch // arguments.num_beams,
+                batch_type="tokens",
+            )
+            ids = [tokenizer.convert_tokens_to_ids(result.hypotheses[0]) for result in results]
+            with open_output(output) as file:
+                file.writelines(f"{text}\n" for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+        return translate
+
+    to_ctranslate2(model, tokenizer, os.path.join(folder, "ctranslate2"))
+    for compute_type in ("float32", "int8"):
+        engines[f"ctranslate2 {compute_type}"] = by_ctranslate2(compute_type)
+    return engines
+
+
 def bench_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of training steps above what is held before them, each engine in a process of its own."""
     rows = []
-    for name in arguments.engines:
+    for name in arguments.engines or TRAINERS:
         for checkpointing in (False, True) if name in ("ours", "marian sdpa") else (False,):
             command = [sys.executable, __file__, "memory-of", name, *as_flags(arguments)]
             command += ["--gradient_checkpointing"] if checkpointing else []
@@ -410,6 +546,95 @@ def peak_memory() -> int:
     if DEVICE == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def bench_growth(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How the cost grows: with the source's length, with the translation's, and with the number of lines."""
+    if arguments.model is None or arguments.source is None:
+        sys.exit("growth needs --model and --source")
+    model, tokenizer = load_translator(arguments.model, dtype="float32")
+    text = list(read_lines(arguments.source))
+    return {
+        "benchmark": "growth",
+        "rows": [
+            *growth_of_encoder(model),
+            *growth_of_decoder(model),
+            *growth_of_files(model, tokenizer, text, arguments),
+        ],
+    }
+
+
+def growth_of_encoder(model: Any) -> list[dict[str, Any]]:
+    """Seconds of the encoder for sources of 32 to 1,024 tokens; the exponent of the length that fits them best."""
+    rows, seconds = [], {}
+    for length in (32, 64, 128, 256, 512, 1024):
+        ids = torch.randint(3, model.config.vocab_size, (4096 // length, length), device=model.device)
+        with torch.no_grad():
+            seconds[length] = best_of(lambda: model.get_encoder()(ids), 5) / len(ids)  # noqa: B023
+        rows.append(growth_row("encoder, tokens of a source", length, seconds[length], "ms a row"))
+    points = [(math.log(length), math.log(value)) for length, value in seconds.items()]
+    exponent = statistics.linear_regression(*zip(*points, strict=True)).slope
+    return [*rows, {**growth_row("encoder, fitted exponent of the length", "", 0.0, ""), "cost": round(exponent, 2)}]
+
+
+def growth_of_decoder(model: Any) -> list[dict[str, Any]]:
+    """Seconds a token of greedy decoding, 16 rows, from the 32nd to the 512th token.
+
+    The word that ends a sentence is kept from being the most probable one by its bias, that all rows be long.
+    """
+    head = torch.nn.Linear(model.config.d_model, model.config.vocab_size).to(model.device, model.dtype)
+    head.weight, old = model.lm_head.weight, model.lm_head
+    with torch.no_grad():
+        head.bias.zero_()
+        head.bias[model.config.eos_token_id] = -1e4
+    model.lm_head = head
+    ids = torch.randint(3, model.config.vocab_size, (16, 16), device=model.device)
+    totals = {0: 0.0}
+    try:
+        for length in (32, 64, 128, 256, 512):
+            totals[length] = best_of(lambda: model.generate(ids, num_beams=1, max_new_tokens=length), 3)  # noqa: B023
+    finally:
+        model.lm_head = old
+    rows, before = [], 0
+    for length in list(totals)[1:]:
+        each = (totals[length] - totals[before]) / (length - before)
+        rows.append(growth_row(f"decoder, tokens {before + 1} to {length}", length, each, "ms a token of 16 rows"))
+        before = length
+    return rows
+
+
+def growth_of_files(
+    model: Any, tokenizer: Any, text: list[str], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Milliseconds a line and resident memory at the end for files of so many lines."""
+    rows = []
+    for count in arguments.lines:
+        lines = (text[number % len(text)] for number in range(count))
+        start = time.perf_counter()
+        for _ in translate_lines(model, tokenizer, lines, tokens_per_batch=arguments.tokens_per_batch, window=1000):
+            pass
+        row = growth_row("lines translated", count, (time.perf_counter() - start) / count, "ms a line")
+        rows.append({**row, "resident MiB": round(current_memory() / 2**20)})
+        tell(str(rows[-1]))
+    return rows
+
+
+def growth_row(what: str, size: Any, seconds: float, unit: str) -> dict[str, Any]:
+    """One line of the table of growth."""
+    return {"what": what, "size": size, "cost": round(1000 * seconds, 3), "unit": unit, "resident MiB": None}
+
+
+def best_of(work: Callable[[], Any], times: int) -> float:
+    """Seconds of the fastest of several runs, after one that does not count."""
+    work()
+    seconds = []
+    for _ in range(times):
+        synchronise()
+        start = time.perf_counter()
+        work()
+        synchronise()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def bench_import(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -476,7 +701,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("benchmark", choices=["train", "memory", "import", "memory-of"], metavar="train|memory|import")
+    names = ["train", "decode", "memory", "growth", "import"]
+    parser.add_argument("benchmark", choices=[*names, "memory-of"], metavar="|".join(names))
     parser.add_argument("engine", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--source", help="source text, .gz by name")
     parser.add_argument("--target", help="target text, as many lines")
@@ -486,17 +712,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens_per_batch", type=int, default=4096)
     parser.add_argument("--updates", type=int, default=12, help="timed updates of each engine in each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--engines", nargs="+", default=["ours", "marian sdpa", "marian eager", "nn.Transformer"])
+    parser.add_argument("--engines", nargs="+", help="only these, by the beginning of their names")
     parser.add_argument("--gradient_checkpointing", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help="of decode and growth: a trained model of this package")
+    parser.add_argument("--num_beams", type=int, default=4)
+    parser.add_argument("--length_penalty", type=float, default=1.0, help="p in n ** p, which every engine knows")
+    parser.add_argument("--lines", type=int, nargs="+", default=[10, 100, 1000, 10000], help="of growth")
+    parser.add_argument("--threads", type=int, help="of every engine; all cores by default")
     parser.add_argument("--json", help="also write the result to this file")
     arguments = parser.parse_args(argv)
     if bool(arguments.source) != bool(arguments.target):
         parser.error("--source and --target belong together")
     logging.set_verbosity_error()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     if arguments.benchmark == "memory-of":
         memory_of(arguments)
         return 0
-    run = {"train": bench_train, "memory": bench_memory, "import": bench_import}[arguments.benchmark]
+    run = {
+        "train": bench_train,
+        "decode": bench_decode,
+        "memory": bench_memory,
+        "growth": bench_growth,
+        "import": bench_import,
+    }[arguments.benchmark]
     result = {**run(arguments), "machine": machine()}
     print(table(result))
     if arguments.json:

@@ -924,7 +924,7 @@ def test_our_search_finds_what_the_stock_one_finds(searches, settings):
             targets = [until_end(row[index, 1:].tolist(), ends) for row in (ours, stock)]
             assert len(set(map(len, targets))) == 1
             of_ours, of_stock = map(sentence.log_prob, targets)
-            assert of_ours == pytest.approx(of_stock, abs=2e-4)
+            assert of_ours == pytest.approx(of_stock, abs=2e-4, rel=1e-5)
     assert searches.own == 5
     assert ends_early > 0 or "max_new_tokens" in settings, "rows of unlike length belong to the test"
 
@@ -965,18 +965,95 @@ def test_what_our_search_does_not_know_is_left_to_the_stock_one(searches, settin
     assert searches.own == 0
 
 
-@pytest.mark.parametrize("length", [100, 1024, 4096, 5003])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("length", [10, 100, 1024, 4096, 5003])
 @pytest.mark.parametrize("k", [1, 8])
-def test_the_largest_numbers_are_found_wherever_they_stand(length, k):
+def test_the_largest_sums_are_found_wherever_they_stand(n, length, k):
     generator = torch.Generator().manual_seed(length)
-    scores = torch.randn(50, length, generator=generator)
-    scores[0, -1] = 9.0
-    scores[1, :k] += 8.0
-    scores[2, 7::128] += 7.0
-    values, index = generation.largest(scores, k)
-    expected = scores.sort(dim=1, descending=True).values[:, :k]
-    assert torch.equal(values, expected)
-    assert torch.equal(scores.gather(1, index), expected)
+    x = torch.randn(50, n, length, generator=generator)
+    added = torch.randn(50, n, generator=generator)
+    x[0, -1, -1] = 9.0
+    x[1, 0, :k] += 8.0
+    x[2, :, 7::128] += 7.0
+    added[3, 0] = -1e9
+    sums, i, j = generation.largest_sums(x, added, k)
+    expected = (x + added[:, :, None]).flatten(1).sort(dim=1, descending=True).values[:, :k]
+    assert torch.equal(sums, expected)
+    rows = torch.arange(50)[:, None]
+    assert torch.equal(x[rows, i, j] + added[rows, i], expected)
+    assert all(len(set(zip(a, b, strict=True))) == k for a, b in zip(i.tolist(), j.tolist(), strict=True))
+
+
+DECODERS = [
+    {},
+    {"norm_first": True, "activation": "gelu"},
+    {"attention_bias": True, "output_bias": True, "tie_word_embeddings": False},
+    {"d_k": 6, "d_v": 5, "norm_first": True, "final_norm": False},
+]
+
+
+@pytest.mark.parametrize("forget_from", [4, 1000])
+@pytest.mark.parametrize("overrides", DECODERS, ids=str)
+def test_the_fast_decoder_gives_the_models_numbers_whatever_descends_from_what(monkeypatch, overrides, forget_from):
+    """Hypotheses change places, sources leave, and what nobody descends from is forgotten."""
+    monkeypatch.setattr(generation.FastBeamDecoder, "FORGET_FROM", forget_from)
+    model = small_model(**overrides).double()
+    mask = torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [1] * 6])
+    states = model.get_encoder()(words(4, 6), attention_mask=mask).last_hidden_state
+    assert generation.FastBeamDecoder.knows(model)
+    plain, fast = (kind(model, states, mask, 30) for kind in (generation.BeamDecoder, generation.FastBeamDecoder))
+    tokens, forgotten = torch.zeros(4, 1, dtype=torch.long), False
+    with torch.no_grad():
+        for step in range(30):
+            expected, found = plain.step(tokens), fast.step(tokens)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+            parents = torch.randint(0, tokens.shape[1], (len(tokens), 3))
+            tokens = torch.randint(3, model.config.vocab_size, (len(tokens), 3))
+            for decoder in (plain, fast):
+                decoder.descend(parents)
+                if step in (7, 19):
+                    decoder.keep(torch.tensor([0, 2] if step == 7 else [1]))
+            if step in (7, 19):
+                tokens = tokens[[0, 2] if step == 7 else [1]]
+            forgotten |= fast.visible.shape[-1] < plain.visible.shape[-1]
+    assert forgotten == (forget_from == 4)
+
+
+def test_a_decoder_that_is_not_plain_is_left_to_the_model(searches):
+    """With a hook, an adapter, a method of its own or parameters of another kind; the text stays that of the model."""
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = small_model()
+    ids = words(3, 5)
+    before = model.generate(ids)
+    attention = model.model.decoder.layers[0].self_attention
+    handle = attention.register_forward_hook(lambda module, inputs, output: (5.0 * output[0], output[1]))
+    assert not generation.FastBeamDecoder.knows(model)
+    hooked = model.generate(ids)
+    searches.stock = True
+    assert torch.equal(hooked, model.generate(ids))
+    assert not torch.equal(hooked, before)
+    handle.remove()
+    assert generation.FastBeamDecoder.knows(model)
+
+    old = attention.q_proj
+    attention.q_proj = Doubled(old.in_features, old.out_features, bias=False)
+    assert not generation.FastBeamDecoder.knows(model)
+    attention.q_proj = old
+    model.model.decoder.forward = model.model.decoder.forward
+    assert not generation.FastBeamDecoder.knows(model)
+    del model.model.decoder.forward
+    torch.nn.utils.parametrizations.weight_norm(attention.k_proj)
+    assert not generation.FastBeamDecoder.knows(model)
+
+
+def test_recorded_outputs_do_not_slow_later_searches_down():
+    model = small_model()
+    model(input_ids=words(1, 4), decoder_input_ids=words(1, 3), output_attentions=True, output_hidden_states=True)
+    assert generation.FastBeamDecoder.knows(model)
 
 
 def test_a_cache_with_room_holds_what_one_without_holds():

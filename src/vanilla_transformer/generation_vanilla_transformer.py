@@ -6,11 +6,14 @@ Source: Vaswani et al. 2017, section 6.1; Wu et al. 2016, "Google's Neural Machi
 """
 
 import copy
+import math
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from transformers import (
     ForcedEOSTokenLogitsProcessor,
     GenerationConfig,
@@ -193,7 +196,17 @@ class GrowingCache(DynamicCache):
 
     def keep(self, rows: torch.Tensor) -> None:
         """Only these rows go on."""
-        self.buffers = [[buffer[rows] for buffer in pair] for pair in self.buffers]
+        self.buffers = [[buffer.index_select(0, rows) for buffer in pair] for pair in self.buffers]
+
+    def keep_positions(self, positions: torch.Tensor) -> None:
+        """Only these positions of each row, an index of shape `(batch, kept)`, are remembered, in that order."""
+        batch, self.length = positions.shape
+        for pair in self.buffers:
+            for buffer in pair:
+                _, heads, room, width = buffer.shape
+                first = torch.arange(batch * heads, device=positions.device).view(batch, heads, 1) * room
+                kept = buffer.view(-1, width).index_select(0, (first + positions[:, None]).flatten())
+                buffer[:, :, : self.length] = kept.view(batch, heads, self.length, width)
 
 
 class BeamDecoder:
@@ -207,24 +220,28 @@ class BeamDecoder:
         model: With a head.
         encoder_states (`torch.Tensor` of shape `(batch, source_length, d_model)`): One row a source.
         source_mask (`torch.Tensor` of shape `(batch, source_length)`): 1 for kept source tokens.
-        num_beams (`int`): Hypotheses of each source.
+        most_tokens (`int`): Tokens of a hypothesis at most.
     """
 
-    def __init__(self, model: Any, encoder_states: torch.Tensor, source_mask: torch.Tensor, num_beams: int):
+    def __init__(self, model: Any, encoder_states: torch.Tensor, source_mask: torch.Tensor, most_tokens: int):
         self.model = model
         self.encoder_states = encoder_states
         self.source_mask = source_mask
-        self.num_beams = num_beams
-        self.cache = EncoderDecoderCache(GrowingCache(), DynamicCache())
-        self.visible = torch.zeros(
-            (encoder_states.shape[0], num_beams, 0), dtype=torch.bool, device=encoder_states.device
-        )
-        self.own = torch.eye(num_beams, dtype=torch.bool, device=encoder_states.device)
+        self.most_tokens = most_tokens
+        self.steps = 0
+        self.self_cache = GrowingCache()
+        self.cache = EncoderDecoderCache(self.self_cache, DynamicCache())
+        self.visible = torch.zeros((encoder_states.shape[0], 1, 0), dtype=torch.bool, device=encoder_states.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits after one more token of each hypothesis: `(batch, num_beams)` to `(batch, num_beams, vocab_size)`."""
-        own = self.own.expand(tokens.shape[0], -1, -1)
+        """Logits after one more token of each hypothesis: `(batch, n)` to `(batch, n, vocab_size)`."""
+        own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(tokens.shape[0], -1, -1)
         self.visible = torch.cat([self.visible, own], dim=-1)
+        self.steps += 1
+        return self.logits(tokens)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The model's answer to the tokens of a step, which `visible` knows already."""
         return self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=self.encoder_states),
             attention_mask=self.source_mask,
@@ -243,10 +260,163 @@ class BeamDecoder:
         """Only these sources, an index of shape `(kept,)`, go on."""
         self.encoder_states, self.source_mask = self.encoder_states[rows], self.source_mask[rows]
         self.visible = self.visible[rows]
-        self.cache.self_attention_cache.keep(rows)  # type: ignore[attr-defined]
+        self.self_cache.keep(rows)
         for each in self.cache.cross_attention_cache.layers:
             layer = cast(Any, each)
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+
+class FastBeamDecoder(BeamDecoder):
+    """`BeamDecoder` for a decoder of plain matrices: the same equations layer by layer, with nothing around them.
+
+    The matrices of query, key and value are one, keys and values of the encoder's output are made at the start, all
+    hypotheses have one position, and what no hypothesis descends from any more is forgotten.
+    """
+
+    FORGET_FROM = 48  # remembered positions below which it does not pay to look for forgotten ones
+
+    def __init__(self, model: Any, encoder_states: torch.Tensor, source_mask: torch.Tensor, most_tokens: int):
+        super().__init__(model, encoder_states, source_mask, most_tokens)
+        self.decoder = model.model.decoder
+        config = model.config
+        self.heads, (self.d_k, self.d_v) = config.num_heads, config.head_dimensions
+        self.norm_first = config.norm_first
+        weight = self.decoder.embed_tokens.weight
+        self.dtype = weight.dtype
+        if torch.is_autocast_enabled(weight.device.type):
+            self.dtype = torch.get_autocast_dtype(weight.device.type)
+        steps = torch.arange(most_tokens, device=weight.device)[None]
+        self.positions = self.decoder.positions(steps, most_tokens, weight.dtype)[0]
+        self.head = self.matrix(model.lm_head)
+        self.attend_to: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the encoder's output
+        self.matrices: list[dict[str, Any]] = []
+        states = encoder_states.to(self.dtype)
+        for layer in self.decoder.layers:
+            own, cross = layer.self_attention, layer.cross_attention
+            parts = [self.matrix(each) for each in (own.q_proj, own.k_proj, own.v_proj)]
+            bias = None if parts[0][1] is None else torch.cat([each[1] for each in parts if each[1] is not None])
+            self.matrices.append(
+                {
+                    "own": (torch.cat([each[0] for each in parts]), bias),
+                    **{
+                        name: self.matrix(each)
+                        for name, each in (
+                            ("own_out", own.out_proj),
+                            ("query", cross.q_proj),
+                            ("cross_out", cross.out_proj),
+                            ("fc1", layer.feed_forward.fc1),
+                            ("fc2", layer.feed_forward.fc2),
+                        )
+                    },
+                }
+            )
+            key, value = (F.linear(states, *self.matrix(each)) for each in (cross.k_proj, cross.v_proj))
+            self.attend_to.append((self.split(key), self.split(value)))
+        self.source_bias = self.added_to_scores(source_mask[:, None] != 0)
+
+    @staticmethod
+    def knows(model: Any) -> bool:
+        """Whether the decoder is made of this package's layers and plain matrices, without hooks and adapters."""
+        base = model.model
+        for module in (model, base, model.lm_head, *base.decoder.modules()):
+            kind = type(module)
+            ours = kind.__module__.rpartition(".")[2] == "modeling_vanilla_transformer"
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            if (
+                not (ours or kind in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Identity))
+                or "forward" in vars(module)
+                # Those of transformers that record outputs do so only where outputs are asked for.
+                or any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+                or any(type(each.data) is not torch.Tensor for each in module.parameters(recurse=False))
+            ):
+                return False
+        devices = {each.device for each in (*base.decoder.parameters(), model.lm_head.weight)}
+        types = {each.dtype for each in (*base.decoder.parameters(), model.lm_head.weight)}
+        return len(devices) == 1 and len(types) == 1 and "meta" not in {each.type for each in devices}
+
+    def matrix(self, linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of a projection, in the precision of the products."""
+        bias = None if linear.bias is None else linear.bias.to(self.dtype)
+        return linear.weight.to(self.dtype), bias
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, num_heads * width)` to `(batch, num_heads, length, width)`."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        """Equation (1); heads side by side again.
+
+        Args:
+            query (`torch.Tensor` of shape `(batch, n, num_heads * d_k)`): Q.
+            key (`torch.Tensor` of shape `(batch, num_heads, length, d_k)`): K.
+            value (`torch.Tensor` of shape `(batch, num_heads, length, d_v)`): V.
+            bias (`torch.Tensor` of shape `(batch * num_heads, 1 or n, length)`): Added to the scores.
+        """
+        rows = self.split(query).flatten(0, 1)
+        scores = torch.baddbmm(bias, rows, key.flatten(0, 1).transpose(1, 2), alpha=1.0 / math.sqrt(self.d_k))
+        heads = torch.bmm(torch.softmax(scores, dim=-1), value.flatten(0, 1))
+        return heads.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)
+
+    def added_to_scores(self, mask: torch.Tensor) -> torch.Tensor:
+        """0 where the mask is True, minus infinity where not, for each head; `(batch, 1 or n, length)` in."""
+        bias = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+        return bias.repeat_interleave(self.heads, dim=0)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `BeamDecoder.logits`."""
+        if self.visible.shape[-1] >= self.FORGET_FROM:
+            self.forget(tokens.shape[1])
+        decoder = self.decoder
+        x = F.embedding(tokens, decoder.embed_tokens.weight) * math.sqrt(decoder.config.d_model)
+        x = x + self.positions[self.steps - 1]
+        own_bias = self.added_to_scores(self.visible)
+
+        def add_and_norm(x: torch.Tensor, sublayer: Any, norm: Any) -> torch.Tensor:
+            return x + sublayer(norm(x)) if self.norm_first else norm(x + sublayer(x))
+
+        for number, (layer, matrices) in enumerate(zip(decoder.layers, self.matrices, strict=True)):
+
+            def self_attention(y: torch.Tensor) -> torch.Tensor:
+                widths = [self.heads * self.d_k] * 2 + [self.heads * self.d_v]
+                query, key, value = F.linear(y, *matrices["own"]).split(widths, dim=-1)  # noqa: B023
+                keys, values = self.self_cache.update(self.split(key), self.split(value), number)  # noqa: B023
+                return F.linear(self.attention(query, keys, values, own_bias), *matrices["own_out"])  # noqa: B023
+
+            def cross_attention(y: torch.Tensor) -> torch.Tensor:
+                query = F.linear(y, *matrices["query"])  # noqa: B023
+                heads = self.attention(query, *self.attend_to[number], self.source_bias)  # noqa: B023
+                return F.linear(heads, *matrices["cross_out"])  # noqa: B023
+
+            def feed_forward(y: torch.Tensor) -> torch.Tensor:
+                hidden = layer.feed_forward.activation(F.linear(y, *matrices["fc1"]))  # noqa: B023
+                return F.linear(hidden, *matrices["fc2"])  # noqa: B023
+
+            x = add_and_norm(x, self_attention, layer.self_attention_norm)
+            x = add_and_norm(x, cross_attention, layer.cross_attention_norm)
+            x = add_and_norm(x, feed_forward, layer.feed_forward_norm)
+        return F.linear(decoder.norm(x), *self.head)
+
+    def forget(self, new: int) -> None:
+        """Drops what no hypothesis descends from, where that is much; the last `new` positions are still to come."""
+        past = self.visible[..., :-new]
+        alive = past.any(dim=1)
+        most = int(alive.sum(dim=-1).max())
+        if most > 0.7 * past.shape[-1]:
+            return
+        # Rows with fewer than `most` keep some that nobody sees.
+        positions = alive.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :most]
+        self.self_cache.keep_positions(positions)
+        kept = past.gather(-1, positions[:, None].expand(-1, past.shape[1], -1))
+        self.visible = torch.cat([kept, self.visible[..., -new:]], dim=-1)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See `BeamDecoder.keep`."""
+        self.source_bias = self.source_bias.unflatten(0, (-1, self.heads))[rows].flatten(0, 1)
+        self.visible = self.visible[rows]
+        self.self_cache.keep(rows)
+        self.attend_to = [(key.index_select(0, rows), value.index_select(0, rows)) for key, value in self.attend_to]
 
 
 def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -255,21 +425,40 @@ def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index.view(*index.shape, *[1] * (x.ndim - 2)).expand(shape))
 
 
-def largest(scores: torch.Tensor, k: int, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scores.topk(k)` along the last of two axes: the k largest lie in the k blocks with the largest maxima."""
-    rows, length = scores.shape
+def largest_sums(
+    x: torch.Tensor, added: torch.Tensor, k: int, block: int = 128
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The k largest of all `x[:, i, j] + added[:, i]` of each row.
+
+    On a CPU they are looked for in the k blocks with the largest maxima, which must hold them.
+
+    Args:
+        x (`torch.Tensor` of shape `(batch, n, length)`): Numbers.
+        added (`torch.Tensor` of shape `(batch, n)`): Added to each.
+        k (`int`): How many, at most n x length.
+        block (`int`, defaults to 128): Numbers in a block.
+
+    Returns:
+        The sums, in descending order, their i and their j, each of shape `(batch, k)`.
+    """
+    rows, n, length = x.shape
     blocks = length // block
-    if scores.device.type != "cpu" or blocks <= 4 * k:
-        return scores.topk(k)
-    whole = scores[:, : blocks * block].view(rows, blocks, block)
-    best_blocks = whole.amax(dim=-1).topk(k).indices
-    candidates = take(whole, best_blocks).view(rows, k * block)
-    places = (best_blocks[:, :, None] * block + torch.arange(block)).view(rows, k * block)
+    if x.device.type != "cpu" or n * blocks <= 4 * k:
+        values, index = (x + added[:, :, None]).flatten(1).topk(k)
+        return values, index // length, index % length
+    whole = x[:, :, : blocks * block].view(rows, n, blocks, block)
+    best = (whole.amax(dim=-1) + added[:, :, None]).flatten(1).topk(k).indices
+    candidates = take(whole.flatten(1, 2), best) + added.gather(1, best // blocks)[:, :, None]
+    places = ((best // blocks) * length + (best % blocks) * block)[:, :, None] + torch.arange(block)
+    candidates, places = candidates.flatten(1), places.flatten(1)
     if blocks * block < length:
-        candidates = torch.cat([candidates, scores[:, blocks * block :]], dim=1)
-        places = torch.cat([places, torch.arange(blocks * block, length).expand(rows, -1)], dim=1)
+        rest = (x[:, :, blocks * block :] + added[:, :, None]).flatten(1)
+        numbers = torch.arange(n)[:, None] * length + torch.arange(blocks * block, length)
+        candidates = torch.cat([candidates, rest], dim=1)
+        places = torch.cat([places, numbers.flatten().expand(rows, -1)], dim=1)
     values, index = candidates.topk(k)
-    return values, places.gather(1, index)
+    index = places.gather(1, index)
+    return values, index // length, index % length
 
 
 @torch.no_grad()
@@ -278,8 +467,10 @@ def beam_search(
     start_token_id: int,
     limits: torch.Tensor,
     end_token_ids: torch.Tensor,
+    num_beams: int,
     length_penalty: float,
     early_stopping: bool | str,
+    num_best: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Beam search with the rules of transformers' own, in which sources leave the batch as they are finished.
 
@@ -288,57 +479,60 @@ def beam_search(
         start_token_id (`int`): What every hypothesis starts from.
         limits (`torch.LongTensor` of shape `(batch,)`): Generated tokens at most, for each source.
         end_token_ids (`torch.LongTensor` of shape `(n,)`): Tokens that end a hypothesis.
+        num_beams (`int`): Hypotheses of each source.
         length_penalty (`float`): p; a hypothesis of n tokens is ranked by its log-probability divided by `n ** p`.
         early_stopping (`bool` or `str`): As in `GenerationConfig`.
+        num_best (`int`, *optional*): How many hypotheses of each source are wanted; None means all `num_beams`.
 
     Returns:
-        Tokens of the `num_beams` best hypotheses of each source, best first, shape `(batch, num_beams, longest)`,
-        without the start token; their lengths and their scores, both of shape `(batch, num_beams)`.
+        Tokens of the `num_best` best hypotheses of each source, best first, shape `(batch, num_best, longest)`,
+        without the start token; their lengths and their scores, both of shape `(batch, num_best)`.
     """
-    batch, beams, device = limits.shape[0], decoder.num_beams, limits.device
-    candidates = max(2, 1 + len(end_token_ids)) * beams  # so many that `beams` of them go on
+    batch, device = limits.shape[0], limits.device
+    num_best = num_best or num_beams
+    candidates = max(2, 1 + len(end_token_ids)) * num_beams  # so many that `num_beams` of them go on
     longest = int(limits.max())
     never = -1.0e9
     best_length_penalties = torch.tensor([int(n) ** length_penalty for n in limits.tolist()], device=device)
 
     finished = {
-        "tokens": torch.zeros((batch, beams, longest), dtype=torch.long, device=device),
-        "lengths": torch.zeros((batch, beams), dtype=torch.long, device=device),
-        "scores": torch.full((batch, beams), never, device=device),
+        "tokens": torch.zeros((batch, num_beams, longest), dtype=torch.long, device=device),
+        "lengths": torch.zeros((batch, num_beams), dtype=torch.long, device=device),
+        "scores": torch.full((batch, num_beams), never, device=device),
     }
     results = {name: value.clone() for name, value in finished.items()}
     sources = torch.arange(batch, device=device)
     open_sources = torch.ones(batch, dtype=torch.bool, device=device)
-    tokens = torch.full((batch, beams), start_token_id, dtype=torch.long, device=device)
-    hypotheses = torch.zeros((batch, beams, longest), dtype=torch.long, device=device)
-    running = torch.zeros((batch, beams), device=device)
-    running[:, 1:] = never  # all start alike: one of them is enough
-    first = torch.arange(candidates, device=device) < beams
+    # All hypotheses start alike: one of them is enough, unless there are fewer words than candidates.
+    starts = 1 if candidates <= decoder.model.config.vocab_size else num_beams
+    tokens = torch.full((batch, starts), start_token_id, dtype=torch.long, device=device)
+    hypotheses = torch.zeros((batch, starts, 0), dtype=torch.long, device=device)
+    running = torch.zeros((batch, starts), device=device)
+    running[:, 1:] = never
+    first = torch.arange(candidates, device=device) < num_beams
 
     for length in range(1, longest + 1):
-        log_probs = torch.log_softmax(decoder.step(tokens).float(), dim=-1).add_(running[:, :, None])
-        vocab_size = log_probs.shape[-1]
-        scores, index = largest(log_probs.view(len(sources), -1), candidates)
-        parents, words = index // vocab_size, index % vocab_size
+        log_probs = torch.log_softmax(decoder.step(tokens).float(), dim=-1)
+        scores, parents, words = largest_sums(log_probs, running, candidates)
         at_limit = limits <= length
         ends = (words[:, :, None] == end_token_ids).any(dim=-1) | at_limit[:, None]
 
         new = ends & first & open_sources[:, None]
         if bool(new.any()):
-            continued = take(hypotheses, parents)
-            continued[:, :, length - 1] = words
+            continued = torch.cat([take(hypotheses, parents), words[:, :, None]], dim=-1)
             ranked = torch.where(new, scores / (length**length_penalty), never)
-            order = torch.cat([finished["scores"], ranked], dim=1).topk(beams).indices
+            order = torch.cat([finished["scores"], ranked], dim=1).topk(num_beams).indices
             lengths = torch.where(new, length, 0)
-            for name, values in (("tokens", continued), ("lengths", lengths), ("scores", ranked)):
+            for name, values in (("lengths", lengths), ("scores", ranked)):
                 finished[name] = take(torch.cat([finished[name], values], dim=1), order)
+            both = torch.cat([finished["tokens"][:, :, :length], continued], dim=1)
+            finished["tokens"][:, :, :length] = take(both, order)
 
-        order = torch.where(ends, never, scores).topk(beams).indices
+        order = torch.where(ends, never, scores).topk(num_beams).indices
         chosen = parents.gather(1, order)
         running, tokens = scores.gather(1, order), words.gather(1, order)
         running = torch.where(ends.gather(1, order), never, running)
-        hypotheses = take(hypotheses, chosen)
-        hypotheses[:, :, length - 1] = tokens
+        hypotheses = torch.cat([take(hypotheses, chosen), tokens[:, :, None]], dim=-1)
         decoder.descend(chosen)
 
         # A source is finished where its running hypotheses cannot overtake the worst of its finished ones any more.
@@ -349,9 +543,12 @@ def beam_search(
             by_limit = early_stopping == "never" and length_penalty > 0.0
             bound = running[:, 0] / (best_length_penalties if by_limit else length**length_penalty)
             may_improve = ~full | (bound > finished["scores"].amin(dim=1))
+            if by_limit or length_penalty <= 0.0:
+                # No later score exceeds this bound, so the hypotheses that nobody asks for need not be known.
+                may_improve &= bound > finished["scores"][:, num_best - 1]
         open_sources &= may_improve & ~at_limit
         count = int(open_sources.sum())
-        if count == 0 or count <= 0.75 * len(sources):
+        if count == 0 or count <= 0.9 * len(sources):
             closed = (~open_sources).nonzero()[:, 0]
             for name, values in results.items():
                 values[sources[closed]] = finished[name][closed]
@@ -363,7 +560,7 @@ def beam_search(
             sources, tokens, hypotheses, running = sources[kept], tokens[kept], hypotheses[kept], running[kept]
             limits, best_length_penalties = limits[kept], best_length_penalties[kept]
             open_sources = open_sources[kept]
-    return results["tokens"], results["lengths"], results["scores"]
+    return results["tokens"][:, :num_best], results["lengths"][:, :num_best], results["scores"][:, :num_best]
 
 
 @torch.no_grad()
@@ -396,7 +593,7 @@ def greedy_search(
         count = int(open_sources.sum())
         if count == 0:
             break
-        if count <= 0.75 * len(sources):
+        if count <= 0.9 * len(sources):
             kept = open_sources.nonzero()[:, 0]
             decoder.keep(kept)
             sources, tokens, open_sources = sources[kept], tokens[kept], open_sources[kept]
@@ -675,18 +872,18 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         states, mask = kwargs["encoder_outputs"][0][::beams], kwargs["attention_mask"][::beams]
         settings = cast(Any, generation_config)
         tokens, lengths, _ = beam_search(
-            BeamDecoder(self, states, mask, beams),
+            self._decoder_of_search(states, mask, limits),
             int(input_ids[0, 0]),
             limits,
             settings._eos_token_tensor.reshape(-1),
+            beams,
             settings.length_penalty,
             settings.early_stopping,
+            per_source,
         )
         pad = settings._pad_token_tensor
         fill = pad or settings._eos_token_tensor.reshape(-1)[0]  # the stock search's choice, 0 not being one
-        return padded_sequences(
-            input_ids[::beams], tokens[:, :per_source].flatten(0, 1), lengths[:, :per_source].flatten(), int(fill)
-        )
+        return padded_sequences(input_ids[::beams], tokens.flatten(0, 1), lengths.flatten(), int(fill))
 
     def _sample(
         self,
@@ -707,12 +904,17 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             )
         settings = cast(Any, generation_config)
         tokens, lengths = greedy_search(
-            BeamDecoder(self, kwargs["encoder_outputs"][0], kwargs["attention_mask"], 1),
+            self._decoder_of_search(kwargs["encoder_outputs"][0], kwargs["attention_mask"], limits),
             int(input_ids[0, 0]),
             limits,
             settings._eos_token_tensor.reshape(-1),
         )
         return padded_sequences(input_ids, tokens, lengths, int(settings._pad_token_tensor))
+
+    def _decoder_of_search(self, states: torch.Tensor, mask: torch.Tensor, limits: torch.Tensor) -> BeamDecoder:
+        """The fastest decoder that gives the model's numbers."""
+        kind = FastBeamDecoder if FastBeamDecoder.knows(self) else BeamDecoder
+        return kind(self, states, mask, int(limits.max()))
 
     def _limits_of_plain_search(
         self,
