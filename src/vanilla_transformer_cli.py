@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -583,6 +584,7 @@ def users_mistake(error: Exception) -> str | None:
         library = type(cause).__module__.split(".")[0]
         if library in HUB_LIBRARIES:
             message = str(error) if cause is error else f"{error} {cause}"
+            message = re.sub(r"\s*For more information check: \S+", "", message)
             reached = library == "huggingface_hub" or getattr(cause, "response", None) is not None
             return f"{message}{hint_of_login(error)}" if reached else f"the Hub, {hub()}, is not reached: {message}"
     return None

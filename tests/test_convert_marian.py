@@ -26,10 +26,11 @@ from marians import let_vary, marian_tokenizer_files, sentences, small_marian, w
 from small_models import padded, randomise, small_model, words
 from test_hub_code_travels import elsewhere
 from vanilla_transformer import convert
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.convert import FORMATS, convert_from, convert_to, new_folder
 from vanilla_transformer.convert import marian as marian_format
 from vanilla_transformer.convert.marian import from_marian, lost_settings, settings_for_marian, to_marian
-from vanilla_transformer.hub import TrainingRun, files_to_push, write_model_card
+from vanilla_transformer.hub import TrainingRun, add_evaluation, files_to_push, parameters_in, write_model_card
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 
@@ -530,6 +531,28 @@ def test_the_card_of_the_result_says_what_it_is_and_what_is_different(our_folder
     assert "otherwise: beam 4, length penalty n ** 0.48" in card
     assert "model-index" not in head
     assert "Measured before the conversion, on the original:" in card
+    assert TrainingRun.load(tmp_path / "marian").evaluations == []
+    assert f"| parameters | {parameters_in(tmp_path / 'marian'):,} |" in card
+
+
+def test_a_card_that_went_there_and_back_is_true(our_folder, tmp_path):
+    convert_to("marian", our_folder, tmp_path / "marian")
+    convert_from("marian", tmp_path / "marian", tmp_path / "back")
+    card = (tmp_path / "back" / "README.md").read_text()
+    config = VanillaTransformerConfig.from_pretrained(tmp_path / "back")
+    assert config.attention_bias
+    assert "`attention_bias=True`" in card
+    assert f"| parameters | {parameters_in(tmp_path / 'back'):,} |" in card
+    assert card.count("Measured before the conversion, on the original:") == 1
+    assert "length penalty ((5 + n) / 6)" in card, "what the first conversion lost is still told"
+    assert card.count("Converted by `vanilla-transformer convert` from") == 2
+    record = TrainingRun.load(tmp_path / "back")
+    assert (record.source_lang, record.evaluations) == ("en", [])
+    scores = {"bleu": {"score": 3.5, "signature": "s"}, "chrf": {"score": 4.5, "signature": "t"}}
+    add_evaluation(tmp_path / "back", {"name": "newstest", "segments": 4, "decoding": "greedy", **scores})
+    card = (tmp_path / "back" / "README.md").read_text()
+    assert "12.5" not in card, "the original's scores are not this model's"
+    assert "| newstest | 4 | 3.50 | 4.50 |" in card
     # transformers 4 does not know the newer name of the class.
     settings = json.loads((tmp_path / "marian" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"

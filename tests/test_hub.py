@@ -29,6 +29,7 @@ from vanilla_transformer.hub import (
     TrainingRun,
     add_evaluation,
     changed_arguments,
+    decoding_text,
     duration,
     files_to_push,
     model_card,
@@ -136,7 +137,7 @@ def test_the_text_tells_languages_data_effort_and_machine():
 
 def test_what_is_unknown_is_said_or_left_out():
     text = str(card_for(TrainingRun()))
-    assert "languages not stated" in text
+    assert "| languages | not stated |" in text
     assert "Not evaluated yet" in text
     assert "None" not in text
     assert not {"language", "license", "datasets", "model-index", "base_model"} & set(metadata(text))
@@ -383,14 +384,69 @@ def test_the_evaluation_of_the_model_that_is_kept_is_the_one_told(tiny_tokenizer
     assert f"| weights | of update {best}, the best" in (tmp_path / "run" / "README.md").read_text()
 
 
-def test_checkpoints_carry_no_card_and_a_resumed_run_says_since_when(tiny_tokenizer, tmp_path):
-    trainer_for(tiny_tokenizer, tmp_path, save_strategy="steps", save_steps=2).train()
-    assert not (tmp_path / "checkpoint-2" / "README.md").exists()
-    resumed = trainer_for(tiny_tokenizer, tmp_path, max_steps=5)
+def test_checkpoints_carry_a_record_from_which_a_resumed_run_knows_the_whole(tiny_tokenizer, tmp_path):
+    """Even where the checkpoint that it goes on from is thrown away on the way."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    whole = trainer_for(tiny_tokenizer, tmp_path / "whole", max_steps=6, **saving)
+    whole.train()
+    first = trainer_for(tiny_tokenizer, tmp_path / "run", max_steps=2, **saving)
+    first.train()
+    assert not (tmp_path / "run" / "checkpoint-2" / "README.md").exists()
+    assert TrainingRun.load(tmp_path / "run" / "checkpoint-2").updates == 2
+    resumed = trainer_for(tiny_tokenizer, tmp_path / "run", max_steps=6, **saving)
     resumed.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "run" / "checkpoint-2").exists()
+    assert resumed.updates_made == 4
+    assert resumed.run.target_tokens == whole.run.target_tokens
+    assert resumed.run.seconds >= first.run.seconds
+    assert (resumed.run.resumed_at, resumed.run.train_loss) == (None, None)  # a mean of the part would be no mean
+    resumed.save_model()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert f"{whole.run.target_tokens:,} target tokens" in card
+    assert "since update" not in card
+    assert "training loss" not in card
+
+
+def test_a_run_resumed_from_a_checkpoint_without_a_record_says_since_when(tiny_tokenizer, tmp_path):
+    trainer_for(tiny_tokenizer, tmp_path, save_strategy="steps", save_steps=2).train()
+    (tmp_path / "checkpoint-2" / "training_run.json").unlink()
+    resumed = trainer_for(tiny_tokenizer, tmp_path, max_steps=5)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.run.resumed_at == 2
     resumed.save_model()
     assert "since update 2" in (tmp_path / "README.md").read_text()
+
+
+def test_a_model_fine_tuned_in_python_tells_of_its_base(tiny_tokenizer, tmp_path):
+    base = trainer_for(tiny_tokenizer, tmp_path / "base")
+    base.run.source_lang, base.run.target_lang, base.run.preset = "en", "de", "tiny"
+    base.train()
+    base.save_model()
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path / "base")
+    tuned = trainer_for(tiny_tokenizer, tmp_path / "tuned", model=model)
+    tuned.train()
+    tuned.save_model()
+    run = TrainingRun.load(tmp_path / "tuned")
+    assert (run.base_model, run.source_lang, run.target_lang, run.preset) == ("base", "en", "de", "tiny")
+    assert "| fine-tuned from | base |" in (tmp_path / "tuned" / "README.md").read_text()
+    assert base.run.base_model is None
+
+
+def test_the_card_says_of_decoding_what_is_not_neutral():
+    settings = GenerationConfig(num_beams=4, length_penalty=0.5, max_length=512, no_repeat_ngram_size=2)
+    text = decoding_text(settings)
+    assert text == "beam 4, length penalty n ** 0.5, at most 512 tokens, no_repeat_ngram_size 2"
+
+
+def test_unknown_languages_leave_whole_sentences():
+    card = str(
+        model_card(VanillaTransformerConfig(), TrainingRun(preset="base"), model_id="user/model", num_parameters=7)
+    )
+    assert "preset base, 7 parameters, for translation." in card
+    assert "It knows one direction and the kind of text" in card
+    changed = TrainingRun(preset="base", config_overrides=["d_model=32"])
+    card = str(model_card(VanillaTransformerConfig(), changed, model_id="user/model", num_parameters=7))
+    assert "a shape of its own, 7 parameters" in card
 
 
 def test_other_models_in_our_trainer_get_the_stock_card(tiny_tokenizer, tmp_path):

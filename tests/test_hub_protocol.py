@@ -744,6 +744,14 @@ def test_a_push_that_is_to_be_private_does_not_go_into_a_public_repository(hub, 
     assert command(here, *arguments)[0] == 0
     assert command(here, *arguments[:-1], "user/secret", "--private")[0] == 0
     assert command(here, *arguments[:-1], "user/secret", "--private")[0] == 0, "what is private stays so"
+    publish(hub, "user/open", {"notes.txt": b"Nothing yet."})
+    piped = """
+        from transformers import pipeline
+        pipeline("translation", model=folder).push_to_hub("user/open", private=True)
+        """
+    with pytest.raises(ClientError, match="user/open exists already and is public"):
+        here.run(piped, folder=first.folder)
+    assert "model.safetensors" not in hub.files("user/open")
 
 
 def test_a_pipeline_pushes_its_model_and_tokenizer_and_leaves_a_card_that_is_there(hub, here, elsewhere, first):

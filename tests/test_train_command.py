@@ -193,6 +193,32 @@ def test_resuming_goes_on_from_the_last_whole_checkpoint(tmp_path, run, files):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_finished_run_that_is_resumed_keeps_its_record_and_results(tmp_path, run, files):
+    copied = tmp_path / "model"
+    shutil.copytree(run, copied)
+    settings = [*SMALL, *QUICK, "--eval_steps", "15", "--max_steps", "30", "--tokens_per_batch", "300"]
+    settings += ["--learning_rate", "0.01", "--output_dir", copied, "--resume_from_checkpoint", "true"]
+    assert train(*flags(files), *settings) == 0
+    before, after = (TrainingRun.load(folder) for folder in (run, copied))
+    for name in ("updates", "target_tokens", "seconds", "train_loss"):
+        assert getattr(after, name) == getattr(before, name) is not None, name
+    before, after = (json.loads((folder / "train_results.json").read_text()) for folder in (run, copied))
+    assert after == before
+
+
+def test_a_run_cannot_be_resumed_in_another_shape(capsys, tmp_path, run, files):
+    copied = tmp_path / "model"
+    shutil.copytree(run, copied)
+    wider = [*SMALL[:3], *("d_model=24" if each == "d_model=16" else each for each in SHAPE), "--vocab_size", "300"]
+    capsys.readouterr()
+    settings = [*QUICK, "--max_steps", "40", "--output_dir", copied, "--resume_from_checkpoint", "true"]
+    assert train(*flags(files), *wider, *settings) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "cannot resume from" in errors[0]
+    assert "the shape of a run (preset, config_overrides, vocabulary) cannot change" in errors[0]
+
+
 def test_fine_tuning_keeps_vocabulary_and_configuration(tmp_path, run, files):
     output = tmp_path / "tuned"
     arguments = ["--model", run, *QUICK, "--max_steps", "2", "--learning_rate", "0.001", "--output_dir", output]
@@ -636,8 +662,12 @@ def test_missing_arguments(capsys, tmp_path, files, kept, told):
         assert part in message
 
 
-def test_evaluation_without_a_validation_set(capsys, tmp_path, files):
-    message = refused(capsys, tmp_path, *flags(files, "--train"), *SMALL, "--eval_strategy", "epoch")
+@pytest.mark.parametrize(
+    "given", ["--eval_strategy epoch", "--eval_steps 5", "--metric_for_best_model bleu", "--save_strategy best"]
+)
+def test_evaluation_without_a_validation_set(capsys, tmp_path, files, given):
+    message = refused(capsys, tmp_path, *flags(files, "--train"), *SMALL, *given.split())
+    assert given.split()[0] in message
     assert "--validation_source" in message
 
 
@@ -860,5 +890,5 @@ def test_resuming_from_another_run_does_not_overwrite_a_model(tmp_path, capsys):
     files = ["--train_source", str(text), "--train_target", str(text)]
     resume = ["--resume_from_checkpoint", str(other)]
     assert vanilla_transformer_cli.main(["train", *files, "--output_dir", str(good), *resume]) == 2
-    assert "holds a trained model already" in capsys.readouterr().err
+    assert "holds a run already" in capsys.readouterr().err
     assert [path.name for path in good.iterdir()] == ["config.json"]

@@ -23,7 +23,7 @@ from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, Mo
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, GenerationConfig, Seq2SeqTrainingArguments, TrainingArguments
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -86,6 +86,14 @@ SHAPE = (
     "dropout",
     "label_smoothing",
 )
+# Settings of generate() that the card names where they are not neutral.
+OTHER_DECODING = {
+    "do_sample": False,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "repetition_penalty": 1.0,
+}
 # Training arguments that tell of the machine, the person or the screen, not of the model.
 UNTOLD_ARGUMENTS = re.compile(
     r".*(_dir|token|_path|_checkpoint|project)|hub_.*|push_to_hub|run_name|local_rank|use_cpu|disable_tqdm|report_to|"
@@ -181,6 +189,22 @@ class TrainingRun:
         self.evaluations = [each for each in self.evaluations if not same(each)] + [dict(evaluation)]
 
 
+def record_of(model: str) -> TrainingRun:
+    """The record of a model in a folder or on the Hub; an empty one where it has none that can be read."""
+    record = cached_file(
+        model,
+        RECORD,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    try:
+        return TrainingRun.load(Path(record).parent) if record else TrainingRun()
+    except ValueError as error:
+        logger.warning(f"the card will not tell of the base model's training: {error}")
+        return TrainingRun()
+
+
 def hardware() -> str:
     """Name of the GPUs, or of the processor with the number of cores in use."""
     if torch.cuda.is_available():
@@ -254,23 +278,23 @@ def model_card(
         eval_results=eval_results(run) or None,
         ignore_metadata_errors=False,
     )
-    kind = f"preset {plain(run.preset)}" if run.preset else "a shape of its own"
+    kind = f"preset {plain(run.preset)}" if run.preset and not run.config_overrides else "a shape of its own"
+    languages_known = bool(run.source_lang and run.target_lang)
     return ModelCard.from_template(
         data,
         template_str=template(),
         title=plain(name),
         summary=(
             f"A Transformer as in [Attention Is All You Need](https://arxiv.org/abs/1706.03762), {kind}, "
-            f"{num_parameters:,} parameters, for translation: {direction(run)}."
+            f"{num_parameters:,} parameters, for translation{f': {direction(run)}' if languages_known else ''}."
         ),
         use=use_section(model_id),
         results=results_section(run),
-        model_rows=model_rows(config, run, num_parameters),
-        departures=departures_text(config),
+        model=model_section(config, run, num_parameters),
         decoding=decoding_sentence(generation_config),
         training_rows=training_rows(run),
         arguments="\n".join(f"{key}: {json.dumps(value)}" for key, value in sorted(run.arguments.items())),
-        direction=direction(run),
+        direction=f", {direction(run)}," if languages_known else "",
         longest=f"{longest_source:,}" if longest_source else "the tokenizer's limit of",
     )
 
@@ -376,6 +400,12 @@ def model_rows(config: VanillaTransformerConfig, run: TrainingRun, num_parameter
     return rows + [(f"`{name}`", str(value)) for name in SHAPE if (value := getattr(config, name)) is not None]
 
 
+def model_section(config: VanillaTransformerConfig, run: TrainingRun, num_parameters: int) -> str:
+    """Size of the model as a table, and how it departs from the paper."""
+    rows = [f"| {name} | {value} |" for name, value in model_rows(config, run, num_parameters)]
+    return "\n".join(["| | |", "| --- | --- |", *rows, "", departures_text(config)])
+
+
 def departures_text(config: VanillaTransformerConfig) -> str:
     """Which fields make the model another one than the paper's."""
     paper = VanillaTransformerConfig()
@@ -399,6 +429,11 @@ def decoding_text(generation_config: GenerationConfig | None, num_beams: int | N
         words.append(f"length penalty {'((5 + n) / 6)' if gnmt else 'n'} ** {settings.length_penalty}")
     if (over := getattr(settings, "max_new_tokens_over_source", None)) is not None:
         words.append(f"at most source + {over} tokens")
+    elif (most := settings.max_new_tokens or settings.max_length) is not None:
+        words.append(f"at most {most} tokens")
+    for name, neutral in OTHER_DECODING.items():
+        if (value := getattr(settings, name, None)) not in (None, neutral):
+            words.append(f"{name} {value}")
     return ", ".join(words)
 
 
@@ -440,7 +475,7 @@ def weights_text(run: TrainingRun) -> str:
 def direction(run: TrainingRun) -> str:
     """The languages in words."""
     if not run.source_lang or not run.target_lang:
-        return "languages not stated"
+        return "not stated"
     return f"{plain(run.source_lang)} to {plain(run.target_lang)}"
 
 

@@ -252,9 +252,17 @@ class VanillaTransformerTranslationPipeline(Pipeline):
 
         Returns:
             `huggingface_hub.CommitInfo`.
+
+        Raises:
+            ValueError: `private` for a repository that exists and is public.
         """
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if private and api.repo_info(repo_id).private is False:
+            raise ValueError(
+                f"{repo_id} exists already and is public; nothing was sent. Make it private in its settings on the "
+                "Hub, or give another name."
+            )
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as parent:

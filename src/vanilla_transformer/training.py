@@ -35,7 +35,16 @@ from transformers.utils import logging
 
 from vanilla_transformer.data import TokenBatchSampler, TranslationCollator, token_lengths
 from vanilla_transformer.evaluation import compute_metrics_for, corpus_scores
-from vanilla_transformer.hub import WEIGHTS, TrainingRun, changed_arguments, decoding_text, write_model_card
+from vanilla_transformer.hub import (
+    RECORD,
+    WEIGHTS,
+    TrainingRun,
+    changed_arguments,
+    decoding_text,
+    record_of,
+    shapes_in,
+    write_model_card,
+)
 from vanilla_transformer.translation import length_batches
 
 
@@ -414,29 +423,63 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                 )
         if self.args.device.type == "cpu":
             keep_freed_memory()
+        # Read now: the checkpoint may be thrown away on the way.
+        self._resumed_at, self._record_at_resume = 0, TrainingRun()
+        if resume_from_checkpoint:
+            state = (Path(resume_from_checkpoint) / TRAINER_STATE).read_text(encoding="utf-8")
+            self._resumed_at = json.loads(state)["global_step"]
+            self._record_at_resume = TrainingRun.load(resume_from_checkpoint)
+            self._check_shapes(Path(resume_from_checkpoint))
         self._sentences = 0
         self._target_tokens_of_run = 0
-        self._target_tokens_since = start = time.perf_counter()
+        self._target_tokens_since = self._start_of_run = time.perf_counter()
         result = super().train(resume_from_checkpoint, *args, **kwargs)
-        self._record_run(result, time.perf_counter() - start, resume_from_checkpoint)
+        if self._resumed_at and self.updates_made == 0 and (Path(self.args.output_dir) / RECORD).is_file():
+            self.run = TrainingRun.load(self.args.output_dir)  # which knows of the whole run
+            return result
+        self._record_run()
+        # Of a resumed run the trainer knows the mean loss since then only.
+        self.run.train_loss = None if self._resumed_at else float(result.training_loss)
         return result
 
-    def _record_run(self, result: Any, seconds: float, resumed_from: str | None) -> None:
-        """Writes what the run was into `run`, for the model card."""
-        run = self.run
-        state_file = Path(resumed_from or "") / "trainer_state.json"
-        resumes = resumed_from and state_file.is_file()
-        run.resumed_at = json.loads(state_file.read_text(encoding="utf-8"))["global_step"] if resumes else None
+    @property
+    def updates_made(self) -> int:
+        """Updates of the last `train`, without those before the checkpoint that it resumed from."""
+        return self.state.global_step - self._resumed_at
+
+    def _check_shapes(self, checkpoint: Path) -> None:
+        """Raises ValueError where a checkpoint's weights are not those of the model, before anything is loaded."""
+        if not is_ours(self.model) or not any((checkpoint / name).is_file() for name in WEIGHTS):
+            return
+        own = {name: list(value.shape) for name, value in self.model.state_dict().items()}
+        for name, shape in shapes_in(checkpoint).items():
+            if own.get(name) != shape:
+                here = f"{own[name]} in the model" if name in own else "not in the model at all"
+                raise ValueError(
+                    f"cannot resume from {checkpoint}: {name} has the shape {shape} there and is {here}; the shape of "
+                    "a run (preset, config_overrides, vocabulary) cannot change on the way."
+                )
+
+    def _record_run(self) -> None:
+        """Writes what the run was so far into `run`, for the model card."""
+        run, before = self.run, self._record_at_resume
+        known = before.target_tokens is not None and before.seconds is not None
+        run.resumed_at = self._resumed_at if self._resumed_at and not known else None
+        if run.base_model is None and (origin := str(getattr(self.model.config, "_name_or_path", "") or "")):
+            run.base_model = Path(origin).resolve().name if Path(origin).exists() else origin
+            base = record_of(origin)
+            for name in ("source_lang", "target_lang", "preset", "config_overrides"):
+                setattr(run, name, getattr(run, name) or getattr(base, name))
         datasets: tuple[Any, Any] = (self.train_dataset, self.eval_dataset)
         run.training_pairs, run.validation_pairs = (
             len(each) if hasattr(each, "__len__") else None for each in datasets
         )
         run.arguments = changed_arguments(self.args)
         run.updates, run.epochs = self.state.global_step, self.state.epoch
-        run.target_tokens = int(self._target_tokens_of_run) or None
+        run.target_tokens = int(self._target_tokens_of_run) + (before.target_tokens or 0 if known else 0) or None
+        seconds = time.perf_counter() - self._start_of_run + (before.seconds or 0.0 if known else 0.0)
         run.seconds = round(seconds, 1)
         run.processes = self.accelerator.num_processes
-        run.train_loss = float(result.training_loss)
         run.note_machine()
         kept_at = self.state.global_step
         if self.args.load_best_model_at_end and self.state.best_global_step:
@@ -456,6 +499,9 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         super().save_model(output_dir, _internal_call)
         if self.args.should_save and not _internal_call:
             self._write_model_card(output_dir or self.args.output_dir)
+        elif self.args.should_save and output_dir and self.is_in_train:  # a checkpoint, which a resumed run reads
+            self._record_run()
+            self.run.save(output_dir)
 
     def _write_model_card(self, folder: str, license: str | None = None) -> bool:
         """Writes record and card into a folder that holds a model of this package; returns whether it does."""

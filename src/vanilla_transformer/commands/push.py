@@ -40,5 +40,6 @@ def main(argv: list[str]) -> int:
     if pushed.changed:
         print(f"{amount}: {pushed.address}")
     else:
-        print(f"nothing to send, {arguments.repo_id} holds these {amount} already: {pushed.address}")
+        branch = f", branch {given['revision']}," if "revision" in given else ""
+        print(f"nothing to send, {arguments.repo_id}{branch} holds these {amount} already: {pushed.address}")
     return 0

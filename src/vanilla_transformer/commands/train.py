@@ -14,11 +14,11 @@ import yaml
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
 from vanilla_transformer.data import load_pairs, tokenize_pairs
-from vanilla_transformer.hub import RECORD, TrainingRun
+from vanilla_transformer.hub import TrainingRun, record_of
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.training import (
     VanillaTransformerTrainer,
@@ -150,7 +150,10 @@ def main(argv: list[str]) -> int:
     describe(trainer.run, arguments)
     result = trainer.train(resume_from_checkpoint=training_arguments.resume_from_checkpoint)
     metrics = result.metrics
-    trainer.save_metrics("train", metrics)
+    if trainer.updates_made:
+        trainer.save_metrics("train", metrics)
+    else:
+        logger.info(f"all {trainer.state.global_step} updates were done before; nothing was trained")
     trainer.save_state()
     if validation_set is not None:
         scores = trainer.evaluate()
@@ -195,22 +198,6 @@ def describe(run: TrainingRun, arguments: TrainArguments) -> None:
         run.preset, run.config_overrides = base.preset, base.config_overrides
         run.source_lang, run.target_lang = run.source_lang or base.source_lang, run.target_lang or base.target_lang
     run.recipe = Path(arguments.recipe).stem if arguments.recipe else None
-
-
-def record_of(model: str) -> TrainingRun:
-    """The record of a model in a folder or on the Hub; an empty one where it has none that can be read."""
-    record = cached_file(
-        model,
-        RECORD,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    try:
-        return TrainingRun.load(Path(record).parent) if record else TrainingRun()
-    except ValueError as error:
-        logger.warning(f"the card will not tell of the base model's training: {error}")
-        return TrainingRun()
 
 
 def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingArguments]:
@@ -331,12 +318,20 @@ def settle(given: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
                 f"--metric_for_best_model {chosen['metric_for_best_model']}: expected one of {', '.join(scores)}."
             )
     else:  # nothing to choose the best model by
-        if given.get("eval_strategy", "no") != "no" or given.get("load_best_model_at_end"):
+        need_text = [name for name in ("eval_steps", "metric_for_best_model") if given.get(name) is not None]
+        need_text += ["load_best_model_at_end"] if given.get("load_best_model_at_end") else []
+        need_text += ["eval_strategy"] if str(given.get("eval_strategy", "no")).lower() != "no" else []
+        need_text += ["save_strategy best"] if str(given.get("save_strategy")).lower() == "best" else []
+        if need_text:
             raise ValueError(
-                "--eval_strategy and --load_best_model_at_end need --validation_source and --validation_target, or "
-                "--validation_split."
+                f"{' and '.join(f'--{name}' for name in need_text)}: needs --validation_source and "
+                "--validation_target, or --validation_split."
             )
-        leave_out("eval_strategy", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+        leave_out(
+            "eval_strategy", "eval_steps", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"
+        )
+        if str(recipe.get("save_strategy")).lower() == "best":
+            leave_out("save_strategy")
 
     rows, tokens = "per_device_train_batch_size", "tokens_per_batch"
     for settings in (given, recipe):
@@ -437,7 +432,7 @@ def check_output_folder(output_dir: str, resumes: bool) -> None:
     )
     if not resumes and (has_model or last_whole_checkpoint(path)):
         raise ValueError(
-            f"--output_dir {output_dir} holds a trained model already; give another folder, or continue it with "
+            f"--output_dir {output_dir} holds a run already; give another folder, or continue it with "
             "--resume_from_checkpoint true."
         )
 

@@ -155,6 +155,7 @@ def write_card(
     use: str,
     differences: list[str],
     tags: dict[str, bool],
+    config: Any,
 ) -> None:
     """Writes the model card of a converted model: the original's, where it has one, with what is different now.
 
@@ -168,6 +169,7 @@ def write_card(
         use: How the converted model is used, in Markdown.
         differences: From the original, a line each.
         tags: Tags to set (True) and to take away (False).
+        config: The configuration, of this package, on our side of the conversion.
     """
     import yaml
     from huggingface_hub import ModelCard
@@ -177,6 +179,8 @@ def write_card(
         CARD,
         decoding_sentence,
         is_repo_id,
+        model_section,
+        parameters_in,
         plain,
         replace_section,
         section,
@@ -197,13 +201,18 @@ def write_card(
     )
     if not body.strip():
         body = f"\n# {plain(folder.name)}\n"
-    body = replace_section(body, "conversion", conversion)
+    earlier = section(body, "conversion")
+    body = replace_section(body, "conversion", f"{earlier}\n\n{conversion}" if earlier else conversion)
     body = replace_section(body, "use", use)
     if section(body, "decoding") is not None:
         settings = GenerationConfig.from_pretrained(folder)
         body = replace_section(body, "decoding", decoding_sentence(settings))
-    if (scores := section(body, "results")) and "segments" in scores:
-        body = replace_section(body, "results", f"Measured before the conversion, on the original:\n\n{scores}")
+    before = "Measured before the conversion, on the original:"
+    if (scores := section(body, "results")) and "segments" in scores and not scores.startswith(before):
+        body = replace_section(body, "results", f"{before}\n\n{scores}")
+    run = record_of(folder, name, revision)
+    if section(body, "model") is not None:
+        body = replace_section(body, "model", model_section(config, run, parameters_in(folder)))
     kept = [tag for tag in data.get("tags") or [] if tags.get(tag, True)]
     data["tags"] = list(dict.fromkeys(["translation", *kept, *(tag for tag, wanted in tags.items() if wanted)]))
     data["library_name"] = "transformers"
@@ -214,6 +223,22 @@ def write_card(
     if is_repo_id(name):
         data["base_model"] = name
     write_whole(folder / CARD, f"---\n{data.to_yaml()}\n---\n{body}")
+
+
+def record_of(folder: Path, name: str, revision: str | None) -> Any:
+    """The record of the original's training, without its scores, which is written for the converted model too."""
+    from vanilla_transformer.hub import RECORD, TrainingRun
+
+    original = file_of(name, RECORD, revision)
+    if original is None:
+        return TrainingRun()
+    try:
+        run = TrainingRun.load(Path(original).parent)
+    except ValueError:
+        return TrainingRun()
+    run.evaluations = []
+    run.save(folder)
+    return run
 
 
 __all__ = ["FORMATS", "Format", "convert_from", "convert_to"]

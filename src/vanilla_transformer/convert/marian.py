@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pickle
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +21,7 @@ from transformers.initialization import no_init_weights
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.convert import file_of, require, write_card
-from vanilla_transformer.hub import RECORD, use_section
+from vanilla_transformer.hub import use_section
 from vanilla_transformer.modeling_vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
     sinusoidal_encoding,
@@ -401,6 +400,7 @@ def read(name: str, folder: Path, revision: str | None = None) -> list[str]:
         origin="the Marian model",
         differences=differences,
         tags={"vanilla-transformer": True, "marian": False},
+        config=model.config,
     )
     return differences
 
@@ -460,9 +460,6 @@ def write(name: str, folder: Path, revision: str | None = None) -> list[str]:
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the same class by a name that transformers 4 knows
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
-    record = file_of(name, RECORD, revision)
-    if record is not None:
-        shutil.copyfile(record, folder / RECORD)
     differences = lost_settings(model)
     write_card(
         folder,
@@ -472,6 +469,7 @@ def write(name: str, folder: Path, revision: str | None = None) -> list[str]:
         origin="the model of the package `vanilla-transformer`",
         differences=differences,
         tags={"vanilla-transformer": False, "marian": True},
+        config=model.config,
     )
     return differences
 
