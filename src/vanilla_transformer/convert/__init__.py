@@ -39,6 +39,7 @@ class Format:
 # The name of a format is that of its module here, and its word on the command line.
 FORMATS = {
     "marian": Format("Marian of transformers (MarianMTModel, OPUS-MT)", reads=True, writes=True),
+    "nn_transformer": Format("models around torch.nn.Transformer, with a description", reads=True),
     "ctranslate2": Format("CTranslate2", writes=True, packages=("ctranslate2",)),
 }
 

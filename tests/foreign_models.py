@@ -1,0 +1,317 @@
+"""Translation models as other toolkits write them, in plain PyTorch, and plain searches over any of them.
+
+Each model is written from the description of that toolkit's architecture and carries its names of weights. It sees one
+unpadded sentence at a time: `model(source, target)` takes two lists of ids in the toolkit's own vocabularies and gives
+the logits after each target word, shape `(len(target), words of the target)`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vanilla_transformer_cli as cli
+from small_models import padded, randomise
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+
+SPECIAL = ["<unk>", "<pad>", "<bos>", "<eos>"]
+SOURCE_WORDS = [*SPECIAL, "the", "red", "train", "leaves", "at", "seven", "in", "rain", "12", "Haus", "im"]
+TARGET_WORDS = [
+    *SPECIAL,
+    "im",
+    "Haus",
+    "rote",
+    "Zug",
+    "fährt",
+    "um",
+    "sieben",
+    "ab",
+    "12",
+    "Regen",
+    "der",
+    "die",
+    "das",
+]
+TARGET_WORDS += ["und", "nicht"]
+
+
+def paper_table(length: int, d_model: int) -> torch.Tensor:
+    """The paper's sinusoids (section 3.5) in single precision, as courses write them."""
+    wavelengths = torch.exp(-torch.arange(0, d_model, 2) * math.log(10000) / d_model)
+    angles = torch.arange(length).reshape(-1, 1) * wavelengths
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+
+
+class AroundTorch(nn.Module):
+    """Embeddings, `torch.nn.Transformer` and a linear layer."""
+
+    def __init__(
+        self,
+        source_words: int = len(SOURCE_WORDS),
+        target_words: int = len(TARGET_WORDS),
+        d_model: int = 16,
+        *,
+        positions: str = "buffer",
+        scale: float | None = None,
+        shared: bool = False,
+        tied: bool = False,
+        final_norm: bool = True,
+        output_bias: bool = True,
+        seed: int = 0,
+        **options,
+    ):
+        super().__init__()
+        self.transformer = nn.Transformer(
+            d_model, 4, 2, 3, dim_feedforward=24, dropout=0.1, batch_first=True, **options
+        )
+        if not final_norm:
+            self.transformer.encoder.norm = self.transformer.decoder.norm = None
+        self.source = nn.Embedding(source_words, d_model)
+        self.target = self.source if shared else nn.Embedding(target_words, d_model)
+        self.out = nn.Linear(d_model, target_words, bias=output_bias)
+        if tied:
+            self.out.weight = self.target.weight
+        self.scale = math.sqrt(d_model) if scale is None else scale
+        if positions == "learned":
+            self.source_table = nn.Parameter(torch.zeros(40, d_model))
+            self.target_table = nn.Parameter(torch.zeros(1, 30, d_model))
+        elif positions == "buffer":
+            self.register_buffer("table", paper_table(50, d_model).unsqueeze(1))
+        self.positions = positions
+        self.eval()
+        randomise(self, seed=seed)
+        let_vary(self, "multihead_attn.out_proj", ("out_proj", "linear2"), ("source.weight", "target.weight"))
+        if output_bias:
+            with torch.no_grad():
+                self.out.bias[SPECIAL.index("<eos>")] += 2
+
+    def embed(self, ids: Sequence[int], embedding: nn.Embedding, side: str) -> torch.Tensor:
+        if self.positions == "learned":
+            table = getattr(self, f"{side}_table").reshape(-1, embedding.embedding_dim)
+        else:
+            table = paper_table(50, embedding.embedding_dim)
+        x = embedding(torch.tensor([ids])) * self.scale
+        return x + table[: len(ids)].to(x.dtype)
+
+    def forward(self, source: Sequence[int], target: Sequence[int]) -> torch.Tensor:
+        causal = torch.ones(len(target), len(target), dtype=torch.bool).triu(1)
+        states = self.transformer(
+            self.embed(source, self.source, "source"), self.embed(target, self.target, "target"), tgt_mask=causal
+        )
+        return self.out(states)[0]
+
+
+def let_vary(model: nn.Module, cross: str, inner: tuple[str, ...], embeddings: tuple[str, ...]) -> None:
+    """Scales random weights so that translations depend on the source and end at different lengths.
+
+    Args:
+        model: Any, with random weights.
+        cross: What the names of the output matrices of attention to the encoder have in them.
+        inner: What those of the other sub-layers' output matrices have in them.
+        embeddings: Names of the word embeddings.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "b_2")):
+                parameter *= 0.1
+            elif cross in name:
+                parameter *= 4
+            elif any(part in name for part in inner):
+                parameter *= 0.3
+            elif name in embeddings:
+                parameter *= 3
+
+
+# --- Searches -------------------------------------------------------------------------------------------------------
+
+NextLogProbs = Callable[[list[int]], list[float]]
+
+
+def log_probs_after(model: nn.Module, source: Sequence[int]) -> NextLogProbs:
+    """log P(word | source, prefix) for each word, computed anew for each prefix."""
+
+    def after(prefix: list[int]) -> list[float]:
+        with torch.no_grad():
+            return torch.log_softmax(model(source, prefix)[-1].double(), dim=-1).tolist()
+
+    return after
+
+
+def greedy(after: NextLogProbs, start: int, end: int, limit: int, never: Sequence[int] = ()) -> list[int]:
+    """The likeliest word each time, up to the end of sentence or `limit` words."""
+    words = [start]
+    while len(words) <= limit and words[1:][-1:] != [end]:
+        known = after(words)
+        words.append(max((word for word in range(len(known)) if word not in never), key=known.__getitem__))
+    return words[1:]
+
+
+def beam(
+    after: NextLogProbs, start: int, end: int, limit: int, beams: int = 4, never: Sequence[int] = ()
+) -> list[int]:
+    """Beam search that ranks by log-probability alone, to the last step, without stopping early."""
+    running: list[tuple[float, list[int]]] = [(0.0, [start])]
+    finished: list[tuple[float, list[int]]] = []
+    for _ in range(limit):
+        candidates = [
+            (score + log_prob, [*words, word])
+            for score, words in running
+            for word, log_prob in enumerate(after(words))
+            if word not in never
+        ]
+        best = sorted(candidates, reverse=True)[: 2 * beams]
+        finished += [each for each in best[:beams] if each[1][-1] == end]
+        running = [each for each in best if each[1][-1] != end][:beams]
+    return max(finished + running)[1][1:]
+
+
+# --- Comparisons ----------------------------------------------------------------------------------------------------
+
+
+def assert_equal_logits(
+    theirs: nn.Module,
+    ours: VanillaTransformerForConditionalGeneration,
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    sources: list[list[int]],
+    targets: list[list[int]],
+    tolerance: float = 1e-5,
+) -> None:
+    """Equal logits for the target's words in one padded batch, and no probability for other words.
+
+    Args:
+        theirs: The original.
+        ours: Its conversion.
+        source_ids: Our id of each of its source words.
+        target_ids: Our id of each of its target words.
+        sources: Rows of its ids.
+        targets: Rows of its ids, which begin with its start and are equally long.
+        tolerance: Of the largest logit.
+    """
+    input_ids, mask = padded([[source_ids[word] for word in row] for row in sources], pad=ours.config.pad_token_id)
+    decoder_input_ids = torch.tensor([[target_ids[word] for word in row] for row in targets])
+    with torch.no_grad():
+        found = ours(input_ids, attention_mask=mask, decoder_input_ids=decoder_input_ids).logits
+        expected = torch.stack([theirs(*pair) for pair in zip(sources, targets, strict=True)])
+    assert expected.std() > 0.5
+    torch.testing.assert_close(
+        found[..., list(target_ids)], expected, rtol=0, atol=tolerance * expected.abs().max().item()
+    )
+    others = sorted(set(range(found.shape[-1])) - set(target_ids))
+    assert torch.softmax(found, dim=-1)[..., others].sum() == 0
+
+
+def assert_equal_searches(
+    theirs: nn.Module,
+    ours: VanillaTransformerForConditionalGeneration,
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    sources: list[list[int]],
+    start: int,
+    end: int,
+    limit: int = 8,
+    never: Sequence[int] = (),
+) -> None:
+    """Equal greedy translations, and equal ones with four beams and no length penalty, in one padded batch."""
+    input_ids, mask = padded([[source_ids[word] for word in row] for row in sources], pad=ours.config.pad_token_id)
+    own = {"suppress_tokens": [target_ids[word] for word in never]} if never else {}
+    outcomes = []
+    for beams in (1, 4):
+        settings = {"num_beams": beams, "max_new_tokens": limit, "length_penalty": 0.0, "length_penalty_type": "hub"}
+        if beams == 1:
+            settings["length_penalty"] = 1.0
+        settings["early_stopping"] = "never" if beams > 1 else False
+        found = ours.generate(input_ids, attention_mask=mask, min_new_tokens=0, **settings, **own).tolist()
+        for source, row in zip(sources, found, strict=True):
+            after = log_probs_after(theirs, source)
+            words = greedy(after, start, end, limit, never) if beams == 1 else beam(after, start, end, limit, 4, never)
+            expected = [target_ids[word] for word in words]
+            assert row[1 : 1 + len(expected)] == expected
+            assert set(row[1 + len(expected) :]) <= {ours.config.pad_token_id}
+            outcomes.append(tuple(expected))
+    assert len(set(outcomes)) > len(sources) // 2  # they do depend on the source
+    assert len({len(row) for row in outcomes}) > 1  # and end at different lengths
+
+
+def random_rows(
+    lengths: Sequence[int],
+    lowest: int,
+    highest: int,
+    *,
+    first: Sequence[int] = (),
+    last: Sequence[int] = (),
+    seed: int = 1,
+):
+    """Rows of random ids in [lowest, highest), framed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [*first, *torch.randint(lowest, highest, (length,), generator=generator).tolist(), *last] for length in lengths
+    ]
+
+
+# --- Mistakes -------------------------------------------------------------------------------------------------------
+
+
+def assert_refused(capsys: pytest.CaptureFixture, format: str, model: Path, output: Path, reason: str) -> None:
+    """The command ends with code 2 and one line on stderr that has the reason, and leaves nothing behind."""
+    before = sorted(output.parent.iterdir())
+    capsys.readouterr()
+    code = cli.main(["convert", "--from", format, "--model", str(model), "--output_dir", str(output)])
+    out, err = capsys.readouterr()
+    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    assert err.startswith("vanilla-transformer convert: error: ")
+    assert reason in err, err
+    assert sorted(output.parent.iterdir()) == before
+
+
+class Planted:
+    """An object whose pickle makes a file when it is unpickled by other means than weights_only."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (exec, (f"open({str(self.path)!r}, 'w').close()",))
+
+
+def assert_hostile_files_are_refused(
+    capsys: pytest.CaptureFixture, format: str, folder: Path, weights: str, save: Callable[[Any, Path], None]
+) -> None:
+    """A truncated file, one of other bytes, one with code, and what is no dictionary: one line each, and no trace.
+
+    Args:
+        capsys: Of the test.
+        format: The format's name.
+        folder: A model that can be converted.
+        weights: Its file of weights, which torch.save wrote.
+        save: Writes the model's file with an object planted in it.
+    """
+    path, output = folder / weights, folder.parent / "new"
+    whole = path.read_bytes()
+    for content in (b"", b"PK\x03\x04", whole[: len(whole) // 2], whole[:-30], b"\x80\x02." + whole[:100]):
+        path.write_bytes(content)
+        assert_refused(capsys, format, folder, output, f"{weights} cannot be used")
+    planted = folder.parent / "planted"
+    save(Planted(planted), path)
+    assert_refused(capsys, format, folder, output, "nothing in a checkpoint is run")
+    assert not planted.exists()
+    torch.load(path, weights_only=False)
+    assert planted.exists()  # so the file would have done it
+    planted.unlink()
+    for nothing in ([], {}, torch.zeros(3), 7):
+        torch.save(nothing, path)
+        assert_refused(capsys, format, folder, output, weights)
+    path.write_bytes(whole)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """A JSON file."""
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
