@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,31 +146,53 @@ def log_probs_after(model: nn.Module, source: Sequence[int]) -> NextLogProbs:
     return after
 
 
-def greedy(after: NextLogProbs, start: int, end: int, limit: int, never: Sequence[int] = ()) -> list[int]:
-    """The likeliest word each time, up to the end of sentence or `limit` words."""
-    words = [start]
-    while len(words) <= limit and words[1:][-1:] != [end]:
+@dataclass(frozen=True)
+class Rules:
+    """What a search may choose: words of the original by id.
+
+    Attributes:
+        start, end: First input, and end of sentence.
+        limit: Most words, the end of sentence counted.
+        never: Words that are never chosen.
+        at_once: Whether the first word may be the end of sentence.
+    """
+
+    start: int
+    end: int
+    limit: int = 8
+    never: Sequence[int] = ()
+    at_once: bool = True
+
+    def allows(self, word: int, step: int) -> bool:
+        """Whether a word may stand at a step, counted from 0."""
+        return word not in self.never and (self.at_once or step > 0 or word != self.end)
+
+
+def greedy(after: NextLogProbs, rules: Rules) -> list[int]:
+    """The likeliest word each time, up to the end of sentence or the limit."""
+    words = [rules.start]
+    for step in range(rules.limit):
         known = after(words)
-        words.append(max((word for word in range(len(known)) if word not in never), key=known.__getitem__))
+        words.append(max((word for word in range(len(known)) if rules.allows(word, step)), key=known.__getitem__))
+        if words[-1] == rules.end:
+            break
     return words[1:]
 
 
-def beam(
-    after: NextLogProbs, start: int, end: int, limit: int, beams: int = 4, never: Sequence[int] = ()
-) -> list[int]:
+def beam(after: NextLogProbs, rules: Rules, beams: int = 4) -> list[int]:
     """Beam search that ranks by log-probability alone, to the last step, without stopping early."""
-    running: list[tuple[float, list[int]]] = [(0.0, [start])]
+    running: list[tuple[float, list[int]]] = [(0.0, [rules.start])]
     finished: list[tuple[float, list[int]]] = []
-    for _ in range(limit):
+    for step in range(rules.limit):
         candidates = [
             (score + log_prob, [*words, word])
             for score, words in running
             for word, log_prob in enumerate(after(words))
-            if word not in never
+            if rules.allows(word, step)
         ]
         best = sorted(candidates, reverse=True)[: 2 * beams]
-        finished += [each for each in best[:beams] if each[1][-1] == end]
-        running = [each for each in best if each[1][-1] != end][:beams]
+        finished += [each for each in best[:beams] if each[1][-1] == rules.end]
+        running = [each for each in best if each[1][-1] != rules.end][:beams]
     return max(finished + running)[1][1:]
 
 
@@ -215,26 +238,24 @@ def assert_equal_searches(
     source_ids: Sequence[int],
     target_ids: Sequence[int],
     sources: list[list[int]],
-    start: int,
-    end: int,
-    limit: int = 8,
-    never: Sequence[int] = (),
+    rules: Rules,
 ) -> None:
-    """Equal greedy translations, and equal ones with four beams and no length penalty, in one padded batch."""
+    """Equal greedy translations, and equal ones with four beams and no length penalty, in one padded batch.
+
+    What the rules forbid, our model's own settings of generation must forbid.
+    """
     input_ids, mask = padded([[source_ids[word] for word in row] for row in sources], pad=ours.config.pad_token_id)
-    own = {"suppress_tokens": [target_ids[word] for word in never]} if never else {}
     outcomes = []
     for beams in (1, 4):
-        settings = {"num_beams": beams, "max_new_tokens": limit, "length_penalty": 0.0, "length_penalty_type": "hub"}
-        if beams == 1:
-            settings["length_penalty"] = 1.0
-        settings["early_stopping"] = "never" if beams > 1 else False
-        found = ours.generate(input_ids, attention_mask=mask, min_new_tokens=0, **settings, **own).tolist()
+        settings: dict[str, Any] = {"num_beams": beams, "max_new_tokens": rules.limit, "length_penalty_type": "hub"}
+        settings["length_penalty"] = 1.0 if beams == 1 else 0.0
+        settings["early_stopping"] = False if beams == 1 else "never"
+        found = ours.generate(input_ids, attention_mask=mask, **settings).tolist()
         for source, row in zip(sources, found, strict=True):
             after = log_probs_after(theirs, source)
-            words = greedy(after, start, end, limit, never) if beams == 1 else beam(after, start, end, limit, 4, never)
+            words = greedy(after, rules) if beams == 1 else beam(after, rules)
             expected = [target_ids[word] for word in words]
-            assert row[1 : 1 + len(expected)] == expected
+            assert row[1 : 1 + len(expected)] == expected, beams
             assert set(row[1 + len(expected) :]) <= {ours.config.pad_token_id}
             outcomes.append(tuple(expected))
     assert len(set(outcomes)) > len(sources) // 2  # they do depend on the source
@@ -315,3 +336,123 @@ def assert_hostile_files_are_refused(
 def write_json(path: Path, content: Any) -> None:
     """A JSON file."""
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+# --- fairseq --------------------------------------------------------------------------------------------------------
+
+
+class FairseqAttention(nn.Module):
+    """Attention as fairseq has it: the query is scaled after its projection."""
+
+    def __init__(self, d_model: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(self, name, nn.Linear(d_model, d_model))
+
+    def forward(self, query: torch.Tensor, states: torch.Tensor, causal: bool = False) -> torch.Tensor:
+        width = query.shape[-1] // self.num_heads
+        heads = []
+        q, k, v = self.q_proj(query) * width**-0.5, self.k_proj(states), self.v_proj(states)
+        for head in range(self.num_heads):
+            part = slice(head * width, (head + 1) * width)
+            scores = q[:, part] @ k[:, part].T
+            if causal:
+                scores = scores + torch.full_like(scores, -math.inf).triu(1)
+            heads.append(scores.softmax(dim=-1) @ v[:, part])
+        return self.out_proj(torch.cat(heads, dim=-1))
+
+
+class FairseqLayer(nn.Module):
+    """An encoder layer, or a decoder layer."""
+
+    def __init__(self, d_model: int, d_ff: int, num_heads: int, activation: Callable, pre_norm: bool, decoder: bool):
+        super().__init__()
+        self.self_attn, self.self_attn_layer_norm = FairseqAttention(d_model, num_heads), nn.LayerNorm(d_model)
+        if decoder:
+            self.encoder_attn, self.encoder_attn_layer_norm = (
+                FairseqAttention(d_model, num_heads),
+                nn.LayerNorm(d_model),
+            )
+        self.fc1, self.fc2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+        self.final_layer_norm = nn.LayerNorm(d_model)
+        self.activation, self.pre_norm, self.decoder = activation, pre_norm, decoder
+
+    def around(self, x: torch.Tensor, norm: nn.LayerNorm, sub_layer: Callable) -> torch.Tensor:
+        return x + sub_layer(norm(x)) if self.pre_norm else norm(x + sub_layer(x))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.around(x, self.self_attn_layer_norm, lambda y: self.self_attn(y, y, causal=self.decoder))
+        if memory is not None:
+            x = self.around(x, self.encoder_attn_layer_norm, lambda y: self.encoder_attn(y, memory))
+        return self.around(x, self.final_layer_norm, lambda y: self.fc2(self.activation(self.fc1(y))))
+
+
+class FairseqStack(nn.Module):
+    """A stack with its embeddings; positions are counted from the padding's id 1, so the first token has 2."""
+
+    def __init__(self, words: int, d_model: int, number: int, scale: float, learned: int, final: bool, **layer):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(words, d_model)
+        self.embed_positions = nn.Embedding(learned + 2, d_model) if learned else nn.Identity()
+        self.layers = nn.ModuleList([FairseqLayer(d_model, **layer) for _ in range(number)])
+        if final:
+            self.layer_norm = nn.LayerNorm(d_model)
+        self.scale, self.learned, self.final = scale, learned, final
+
+    def forward(self, ids: Sequence[int], memory: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed_tokens(torch.tensor(ids)) * self.scale
+        if self.learned:
+            x = x + self.embed_positions(torch.arange(2, len(ids) + 2))
+        else:
+            x = x + torch.tensor([fairseq_position(place + 2, x.shape[1]) for place in range(len(ids))]).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return self.layer_norm(x) if self.final else x
+
+
+def fairseq_position(position: int, d_model: int) -> list[float]:
+    """The encoding of a position by fairseq's formula, in double precision: sines, cosines, and a zero if odd."""
+    half = d_model // 2
+    angles = [position / 10000 ** (place / (half - 1)) for place in range(half)]
+    return [*map(math.sin, angles), *map(math.cos, angles), *[0.0] * (d_model % 2)]
+
+
+class Fairseq(nn.Module):
+    """The `transformer` of fairseq."""
+
+    def __init__(
+        self,
+        source_words: int,
+        target_words: int,
+        *,
+        d_model: int = 16,
+        num_heads: int = 4,
+        activation: Callable = torch.relu,
+        pre_norm: bool = False,
+        final: bool | None = None,
+        scaled: bool = True,
+        learned: tuple[int, int] = (0, 0),
+        tied: str = "",
+        seed: int = 0,
+    ):
+        super().__init__()
+        scale = math.sqrt(d_model) if scaled else 1.0
+        layer = {"d_ff": 24, "num_heads": num_heads, "activation": activation, "pre_norm": pre_norm}
+        final = pre_norm if final is None else final
+        self.encoder = FairseqStack(source_words, d_model, 2, scale, learned[0], final, decoder=False, **layer)
+        self.decoder = FairseqStack(target_words, d_model, 3, scale, learned[1], final, decoder=True, **layer)
+        self.decoder.output_projection = nn.Linear(d_model, target_words, bias=False)
+        if tied in ("target", "all"):
+            self.decoder.output_projection.weight = self.decoder.embed_tokens.weight
+        if tied == "all":
+            self.encoder.embed_tokens.weight = self.decoder.embed_tokens.weight
+        self.eval()
+        randomise(self, seed=seed)
+        let_vary(self, "encoder_attn.out_proj", ("out_proj", "fc2"), tuple(f"{s}.embed_tokens.weight" for s in STACKS))
+
+    def forward(self, source: Sequence[int], target: Sequence[int]) -> torch.Tensor:
+        return self.decoder.output_projection(self.decoder(target, self.encoder(source)))
+
+
+STACKS = ("encoder", "decoder")

@@ -24,6 +24,7 @@ from foreign_models import (
     SPECIAL,
     TARGET_WORDS,
     AroundTorch,
+    Rules,
     assert_equal_logits,
     assert_equal_searches,
     assert_hostile_files_are_refused,
@@ -122,9 +123,8 @@ def test_the_original_and_its_conversion_translate_alike(case, tmp_path):
     ours, tokenizer = opened(tmp_path / "ours"), AutoTokenizer.from_pretrained(tmp_path / "ours")
     target = SOURCE_WORDS if options.get("shared") else TARGET_WORDS
     sources = random_rows((3, 5, 1, 7, 4, 6, 2, 5), 4, len(SOURCE_WORDS), first=[START], last=[END])
-    assert_equal_searches(
-        theirs, ours, ids_in(tokenizer, SOURCE_WORDS), ids_in(tokenizer, target), sources, START, END
-    )
+    ids = ids_in(tokenizer, SOURCE_WORDS), ids_in(tokenizer, target)
+    assert_equal_searches(theirs, ours, *ids, sources, Rules(START, END))
 
 
 # --- Text -----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Format:
 FORMATS = {
     "marian": Format("Marian of transformers (MarianMTModel, OPUS-MT)", reads=True, writes=True),
     "nn_transformer": Format("models around torch.nn.Transformer, with a description", reads=True),
+    "fairseq": Format("fairseq (its transformer models)", reads=True),
     "ctranslate2": Format("CTranslate2", writes=True, packages=("ctranslate2",)),
 }
 

@@ -30,6 +30,7 @@ class Vocabularies:
         end: End of a sentence, here and there.
         padding: Fills rows of a batch.
         unknown: Stands for every other word; the source needs it.
+        bos: Opens sentences where that is not `start`; like it and `end`, no text of a translation. None for `start`.
         begin: What the original puts in front of each source; None for nothing.
         segmentation: "words" (separated by white space) or "characters".
         space: How the vocabulary writes a space, where words are characters.
@@ -41,6 +42,7 @@ class Vocabularies:
     end: str
     padding: str
     unknown: str
+    bos: str | None = None
     begin: str | None = None
     segmentation: str = "words"
     space: str = " "
@@ -123,7 +125,7 @@ class Vocabularies:
         )
         return PreTrainedTokenizerFast(
             tokenizer_object=backend,
-            bos_token=self.start,
+            bos_token=self.start if self.bos is None else self.bos,
             eos_token=self.end,
             pad_token=self.padding,
             model_max_length=model_max_length,

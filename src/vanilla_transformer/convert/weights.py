@@ -251,7 +251,7 @@ def model_of(original: Original) -> VanillaTransformerForConditionalGeneration:
         max_position_embeddings=min(lengths) if lengths else original.most_tokens or MODEL_MAX_LENGTH,
         tie_word_embeddings=is_one_matrix and is_scaled,
         output_bias=original.output_bias is not None or not is_one_vocabulary,
-        bos_token_id=words.id_of(words.start),
+        bos_token_id=words.id_of(words.start if words.bos is None else words.bos),
         pad_token_id=words.id_of(words.padding),
         eos_token_id=words.id_of(words.end),
         decoder_start_token_id=words.id_of(words.start),
