@@ -456,3 +456,147 @@ class Fairseq(nn.Module):
 
 
 STACKS = ("encoder", "decoder")
+
+
+# --- The Annotated Transformer --------------------------------------------------------------------------------------
+
+
+class AnnotatedNorm(nn.Module):
+    """a (x - mean) / (std + eps) + b, the standard deviation over one number less than there are."""
+
+    def __init__(self, d_model: int, eps: float):
+        super().__init__()
+        self.a_2, self.b_2 = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for row in x:
+            mean = row.sum() / len(row)
+            deviation = ((row - mean).pow(2).sum() / (len(row) - 1)).sqrt()
+            rows.append(self.a_2 * (row - mean) / (deviation + self.eps) + self.b_2)
+        return torch.stack(rows)
+
+
+class AnnotatedAttention(nn.Module):
+    """Four matrices in a list: query, key, value, output."""
+
+    def __init__(self, d_model: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.linears = nn.ModuleList([nn.Linear(d_model, d_model) for _ in range(4)])
+
+    def forward(self, query: torch.Tensor, states: torch.Tensor, causal: bool = False) -> torch.Tensor:
+        split = [
+            linear(x).reshape(len(x), self.num_heads, -1).transpose(0, 1)
+            for linear, x in zip(self.linears, (query, states, states), strict=False)
+        ]
+        scores = split[0] @ split[1].transpose(1, 2) / math.sqrt(split[0].shape[-1])
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -1e9)
+        return self.linears[3]((scores.softmax(dim=-1) @ split[2]).transpose(0, 1).reshape(len(query), -1))
+
+
+class AnnotatedFeedForward(nn.Module):
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.w_1, self.w_2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+
+
+class AnnotatedSublayer(nn.Module):
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm = norm
+
+
+class AnnotatedLayer(nn.Module):
+    """x + sublayer(norm(x)), two or three times."""
+
+    def __init__(self, d_model: int, d_ff: int, num_heads: int, norm: Callable, decoder: bool):
+        super().__init__()
+        self.self_attn = AnnotatedAttention(d_model, num_heads)
+        if decoder:
+            self.src_attn = AnnotatedAttention(d_model, num_heads)
+        self.feed_forward = AnnotatedFeedForward(d_model, d_ff)
+        self.sublayer = nn.ModuleList([AnnotatedSublayer(norm()) for _ in range(3 if decoder else 2)])
+        self.decoder = decoder
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        normed = self.sublayer[0].norm(x)
+        x = x + self.self_attn(normed, normed, causal=self.decoder)
+        if memory is not None:
+            x = x + self.src_attn(self.sublayer[1].norm(x), memory)
+        inner = self.feed_forward.w_1(self.sublayer[-1].norm(x)).relu()
+        return x + self.feed_forward.w_2(inner)
+
+
+class AnnotatedStack(nn.Module):
+    def __init__(self, layers: list[nn.Module], norm: nn.Module):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), norm
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, memory)
+        return self.norm(x)
+
+
+class AnnotatedEmbedding(nn.Module):
+    def __init__(self, words: int, d_model: int):
+        super().__init__()
+        self.lut = nn.Embedding(words, d_model)
+
+
+class AnnotatedPositions(nn.Module):
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.register_buffer("pe", paper_table(50, d_model).unsqueeze(0))
+
+
+class AnnotatedGenerator(nn.Module):
+    def __init__(self, d_model: int, words: int):
+        super().__init__()
+        self.proj = nn.Linear(d_model, words)
+
+
+class Annotated(nn.Module):
+    """The model of "The Annotated Transformer", with its layer norm or that of torch."""
+
+    def __init__(
+        self,
+        source_words: int,
+        target_words: int,
+        *,
+        d_model: int = 16,
+        eps: float = 1e-6,
+        own: bool = True,
+        seed: int = 0,
+    ):
+        super().__init__()
+
+        def norm() -> nn.Module:
+            return AnnotatedNorm(d_model, eps) if own else nn.LayerNorm(d_model, eps=eps)
+
+        for stack, number in (("encoder", 2), ("decoder", 3)):
+            layers: list[nn.Module] = [AnnotatedLayer(d_model, 24, 4, norm, stack == "decoder") for _ in range(number)]
+            setattr(self, stack, AnnotatedStack(layers, norm()))
+        self.src_embed = nn.Sequential(AnnotatedEmbedding(source_words, d_model), AnnotatedPositions(d_model))
+        self.tgt_embed = nn.Sequential(AnnotatedEmbedding(target_words, d_model), AnnotatedPositions(d_model))
+        self.generator = AnnotatedGenerator(d_model, target_words)
+        self.eval()
+        randomise(self, seed=seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("a_2"):
+                    parameter.mul_(0.4).add_(1)
+        let_vary(
+            self, "src_attn.linears.3", ("linears.3", "w_2"), ("src_embed.0.lut.weight", "tgt_embed.0.lut.weight")
+        )
+
+    def embed(self, ids: Sequence[int], side: nn.Sequential) -> torch.Tensor:
+        x = side[0].lut(torch.tensor(ids))
+        return x * math.sqrt(x.shape[1]) + paper_table(50, x.shape[1])[: len(ids)].to(x.dtype)
+
+    def forward(self, source: Sequence[int], target: Sequence[int]) -> torch.Tensor:
+        memory = self.encoder(self.embed(source, self.src_embed))
+        return self.generator.proj(self.decoder(self.embed(target, self.tgt_embed), memory))

@@ -41,6 +41,7 @@ FORMATS = {
     "marian": Format("Marian of transformers (MarianMTModel, OPUS-MT)", reads=True, writes=True),
     "nn_transformer": Format("models around torch.nn.Transformer, with a description", reads=True),
     "fairseq": Format("fairseq (its transformer models)", reads=True),
+    "annotated": Format('models in the style of "The Annotated Transformer", with a description', reads=True),
     "ctranslate2": Format("CTranslate2", writes=True, packages=("ctranslate2",)),
 }
 

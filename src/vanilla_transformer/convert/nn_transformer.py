@@ -48,8 +48,8 @@ from vanilla_transformer.convert.descriptions import (
 from vanilla_transformer.convert.weights import (
     Original,
     Weights,
+    add_stored_positions,
     check_heads,
-    is_paper_sinusoids,
     write_folder,
 )
 
@@ -140,7 +140,8 @@ def original_of(weights: Weights, described: Mapping[str, Any], vocabularies: An
             "dropout": described["dropout"],
         },
     )
-    add_positions(original, weights, described["source_positions"], described["target_positions"], d_model)
+    names = [described["source_positions"], described["target_positions"] or described["source_positions"]]
+    add_stored_positions(original, weights, *(None if name == SINUSOIDAL else name for name in names))
     weights.leave(*described["unused"])
     weights.check_nothing_left('; name them in the description, or under "unused" where no result depends on them')
     return original
@@ -188,31 +189,6 @@ def stacks(weights: Weights, prefix: str, d_model: int) -> tuple[dict[str, torch
         if final_norm:
             take_norm(f"model.{stack}.norm", f"{prefix}{stack}.norm")
     return layers, settings
-
-
-def add_positions(original: Original, weights: Weights, source: str, target: str | None, d_model: int) -> None:
-    """Adds the tables of positions that the state dict holds, and says where they are computed in their place."""
-    target = source if target is None else target
-    tables: dict[str, torch.Tensor | None] = {}
-    for name in dict.fromkeys((source, target)):
-        if name == SINUSOIDAL:
-            tables[name] = None
-            continue
-        table = weights.take(name).squeeze()
-        if table.ndim != 2 or table.shape[1] != d_model:
-            raise ValueError(
-                f"the table of positions {name} has the shape {tuple(weights.tensors[name].shape)}, expected "
-                f"(positions, d_model={d_model}) and sizes of 1."
-            )
-        is_sinusoids, difference, position = is_paper_sinusoids(table)
-        tables[name] = None if is_sinusoids else table
-        if is_sinusoids:
-            original.most_tokens = min(table.shape[0], original.most_tokens or table.shape[0])
-            original.differences.append(
-                f"the table {name} of {table.shape[0]} sinusoids is computed here, for any length; the largest "
-                f"difference is {difference:.1e}, at position {position}, rounding in the original"
-            )
-    original.source_positions, original.target_positions = tables[source], tables[target]
 
 
 __all__ = ["read"]

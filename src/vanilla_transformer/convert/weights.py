@@ -215,6 +215,41 @@ def is_paper_sinusoids(table: torch.Tensor) -> tuple[bool, float, int]:
     return is_rounding, float(difference[worst]), worst
 
 
+def add_stored_positions(original: Original, weights: Weights, source: str | None, target: str | None) -> None:
+    """Adds the tables of positions that a state dict holds, and says where they are computed in their place.
+
+    Args:
+        original: What to add them to.
+        weights: The state dict.
+        source: Name of the source's table, of shape `(positions, d_model)` with sizes of 1 anywhere; None where the
+            original computes the paper's sinusoids.
+        target: The same of the target.
+
+    Raises:
+        ValueError: A table has another shape.
+    """
+    d_model = original.source_embedding.shape[1]
+    tables: dict[str | None, torch.Tensor | None] = {None: None}
+    for name in dict.fromkeys((source, target)):
+        if name is None:
+            continue
+        table = weights.take(name).squeeze()
+        if table.ndim != 2 or table.shape[1] != d_model:
+            raise ValueError(
+                f"the table of positions {name} has the shape {tuple(weights.tensors[name].shape)}, expected "
+                f"(positions, d_model={d_model}) and sizes of 1."
+            )
+        is_sinusoids, difference, position = is_paper_sinusoids(table)
+        tables[name] = None if is_sinusoids else table
+        if is_sinusoids:
+            original.most_tokens = min(table.shape[0], original.most_tokens or table.shape[0])
+            original.differences.append(
+                f"the table {name} of {table.shape[0]} sinusoids is computed here, for any length; the largest "
+                f"difference is {difference:.1e}, at position {position}, rounding in the original"
+            )
+    original.source_positions, original.target_positions = tables[source], tables[target]
+
+
 def model_of(original: Original) -> VanillaTransformerForConditionalGeneration:
     """The same model as one of this package: the same logits of the target's words, up to rounding.
 
