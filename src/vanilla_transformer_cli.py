@@ -34,7 +34,7 @@ VERBS = {
 }
 
 # Formats of `convert`; vanilla_transformer.convert.FORMATS tells more of each.
-READ_FORMATS = ("marian", "nn_transformer", "fairseq", "annotated")
+READ_FORMATS = ("marian", "nn_transformer", "fairseq", "annotated", "joeynmt")
 WRITTEN_FORMATS = ("marian", "ctranslate2")
 
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"

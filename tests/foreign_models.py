@@ -600,3 +600,123 @@ class Annotated(nn.Module):
     def forward(self, source: Sequence[int], target: Sequence[int]) -> torch.Tensor:
         memory = self.encoder(self.embed(source, self.src_embed))
         return self.generator.proj(self.decoder(self.embed(target, self.tgt_embed), memory))
+
+
+# --- JoeyNMT --------------------------------------------------------------------------------------------------------
+
+
+class JoeyAttention(nn.Module):
+    def __init__(self, d_model: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        for name in ("k_layer", "v_layer", "q_layer", "output_layer"):
+            setattr(self, name, nn.Linear(d_model, d_model))
+
+    def forward(self, query: torch.Tensor, states: torch.Tensor, causal: bool = False) -> torch.Tensor:
+        q, k, v = self.q_layer(query), self.k_layer(states), self.v_layer(states)
+        q, k, v = (each.unflatten(1, (self.num_heads, -1)) for each in (q, k, v))
+        scores = torch.einsum("qhd,khd->hqk", q / math.sqrt(q.shape[-1]), k)
+        if causal:
+            scores = scores.masked_fill(~torch.ones_like(scores[0]).tril().bool(), -math.inf)
+        return self.output_layer(torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).flatten(1))
+
+
+class JoeyFeedForward(nn.Module):
+    """Its own norm and residual are inside; the matrices are the places 0 and 3 of a sequence."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: nn.Module):
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.pwff_layer = nn.Sequential(
+            nn.Linear(d_model, d_ff), activation, nn.Identity(), nn.Linear(d_ff, d_model), nn.Identity()
+        )
+
+
+class JoeyLayer(nn.Module):
+    def __init__(self, d_model: int, d_ff: int, num_heads: int, activation: nn.Module, pre: bool, decoder: bool):
+        super().__init__()
+        self.pre, self.decoder = pre, decoder
+        if decoder:
+            self.trg_trg_att, self.src_trg_att = JoeyAttention(d_model, num_heads), JoeyAttention(d_model, num_heads)
+            self.x_layer_norm, self.dec_layer_norm = nn.LayerNorm(d_model, eps=1e-6), nn.LayerNorm(d_model, eps=1e-6)
+        else:
+            self.src_src_att, self.layer_norm = JoeyAttention(d_model, num_heads), nn.LayerNorm(d_model, eps=1e-6)
+        self.feed_forward = JoeyFeedForward(d_model, d_ff, activation)
+
+    def around(self, x: torch.Tensor, norm: nn.LayerNorm, sub_layer: Callable) -> torch.Tensor:
+        return sub_layer(norm(x)) + x if self.pre else norm(sub_layer(x) + x)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        if memory is None:
+            x = self.around(x, self.layer_norm, lambda y: self.src_src_att(y, y))
+        else:
+            x = self.around(x, self.x_layer_norm, lambda y: self.trg_trg_att(y, y, causal=True))
+            x = self.around(x, self.dec_layer_norm, lambda y: self.src_trg_att(y, memory))
+        return self.around(x, self.feed_forward.layer_norm, self.feed_forward.pwff_layer)
+
+
+class JoeyPositions(nn.Module):
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.register_buffer("pe", paper_table(50, d_model).unsqueeze(0))
+
+
+class JoeyStack(nn.Module):
+    def __init__(self, number: int, d_model: int, pre: bool, final: bool, **layer):
+        super().__init__()
+        self.layers = nn.ModuleList([JoeyLayer(d_model, pre=pre, **layer) for _ in range(number)])
+        self.pe = JoeyPositions(d_model)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6) if final else None
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.pe.pe[0, : len(x)]
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x if self.layer_norm is None else self.layer_norm(x)
+
+
+class JoeyEmbedding(nn.Module):
+    def __init__(self, words: int, d_model: int):
+        super().__init__()
+        self.lut = nn.Embedding(words, d_model)
+
+
+class Joey(nn.Module):
+    """The Transformer of JoeyNMT."""
+
+    def __init__(
+        self,
+        source_words: int,
+        target_words: int,
+        *,
+        pre: bool = True,
+        scales: tuple[bool, bool] = (True, True),
+        tied_embeddings: bool = False,
+        tied_softmax: bool = False,
+        activation: nn.Module | None = None,
+        seed: int = 0,
+        d_model: int = 16,
+    ):
+        super().__init__()
+        layer = {"d_ff": 24, "num_heads": 4, "activation": activation or nn.ReLU()}
+        self.encoder = JoeyStack(2, d_model, pre, pre, decoder=False, **layer)
+        self.decoder = JoeyStack(3, d_model, pre, pre, decoder=True, **layer)
+        self.decoder.output_layer = nn.Linear(d_model, target_words, bias=False)
+        self.src_embed = JoeyEmbedding(source_words, d_model)
+        self.trg_embed = self.src_embed if tied_embeddings else JoeyEmbedding(target_words, d_model)
+        if tied_softmax:
+            self.decoder.output_layer.weight = self.trg_embed.lut.weight
+        self.factors = [math.sqrt(d_model) if scale else 1.0 for scale in scales]
+        self.eval()
+        randomise(self, seed=seed)
+        let_vary(
+            self,
+            "src_trg_att.output_layer",
+            ("att.output_layer", "pwff_layer.3"),
+            ("src_embed.lut.weight", "trg_embed.lut.weight"),
+        )
+
+    def forward(self, source: Sequence[int], target: Sequence[int]) -> torch.Tensor:
+        sides = zip((self.src_embed, self.trg_embed), (source, target), self.factors, strict=True)
+        source_states, target_states = (side.lut(torch.tensor(ids)) * factor for side, ids, factor in sides)
+        return self.decoder.output_layer(self.decoder(target_states, self.encoder(source_states)))

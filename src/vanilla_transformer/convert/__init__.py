@@ -42,6 +42,7 @@ FORMATS = {
     "nn_transformer": Format("models around torch.nn.Transformer, with a description", reads=True),
     "fairseq": Format("fairseq (its transformer models)", reads=True),
     "annotated": Format('models in the style of "The Annotated Transformer", with a description', reads=True),
+    "joeynmt": Format("JoeyNMT (its Transformers)", reads=True),
     "ctranslate2": Format("CTranslate2", writes=True, packages=("ctranslate2",)),
 }
 

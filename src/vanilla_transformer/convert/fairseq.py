@@ -21,6 +21,7 @@ import torch
 from vanilla_transformer.convert import file_of
 from vanilla_transformer.convert.vocabularies import Vocabularies
 from vanilla_transformer.convert.weights import (
+    NUMPY_NUMBERS,
     Original,
     StandIn,
     Weights,
@@ -62,9 +63,7 @@ HARMLESS = (
         for module in ("meters", "logging.meters")
         for name in ("AverageMeter", "TimeMeter", "StopwatchMeter", "MetersDict", "SumMeter")
     ),
-    *(f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")),
-    "numpy.dtype",
-    "numpy.dtypes.Float64DType",
+    *NUMPY_NUMBERS,
 )
 
 # Settings that change what the model computes, and the value that this package's model has.

@@ -27,6 +27,13 @@ from vanilla_transformer.modeling_vanilla_transformer import (
 
 # The output bias of a word that only the source side has: no probability, and no infinite smoothed loss.
 NEVER = -1e4
+# What a single number of numpy, such as the best score, names in a checkpoint.
+NUMPY_NUMBERS = (
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+    "numpy.dtype",
+    "numpy.dtypes.Float64DType",
+)
 # Tokens to which a tokenizer cuts where the original has computed positions and so no limit of its own.
 MODEL_MAX_LENGTH = 1024
 
