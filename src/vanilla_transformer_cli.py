@@ -357,7 +357,12 @@ def convert_parser() -> argparse.ArgumentParser:
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
-        "--from", dest="read", choices=READ_FORMATS, default=None, help="the format in which --model is"
+        "--from",
+        dest="read",
+        choices=READ_FORMATS,
+        default=None,
+        help="the format in which --model is; nn_transformer and annotated want beside the weights the file "
+        "nn_transformer.json or annotated.json, whose fields `pydoc vanilla_transformer.convert.FORMAT` lists",
     )
     direction.add_argument("--to", dest="write", choices=WRITTEN_FORMATS, default=None, help="the format to write")
     parser.add_argument(

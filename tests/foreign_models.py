@@ -290,6 +290,7 @@ def assert_refused(capsys: pytest.CaptureFixture, format: str, model: Path, outp
     assert (code, out, len(err.splitlines())) == (2, "", 1), err
     assert err.startswith("vanilla-transformer convert: error: ")
     assert reason in err, err
+    assert "weights_only" not in err  # torch's own advice is to open the file with its code
     assert sorted(output.parent.iterdir()) == before
 
 
@@ -317,7 +318,7 @@ def assert_hostile_files_are_refused(
     """
     path, output = folder / weights, folder.parent / "new"
     whole = path.read_bytes()
-    for content in (b"", b"PK\x03\x04", whole[: len(whole) // 2], whole[:-30], b"\x80\x02." + whole[:100]):
+    for content in (b"", b"PK\x03\x04", whole[: len(whole) // 2], whole[:-30], b"\x80\x02." + whole[:100], b"text"):
         path.write_bytes(content)
         assert_refused(capsys, format, folder, output, f"{weights} cannot be used")
     planted = folder.parent / "planted"
@@ -327,6 +328,8 @@ def assert_hostile_files_are_refused(
     torch.load(path, weights_only=False)
     assert planted.exists()  # so the file would have done it
     planted.unlink()
+    torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)).save(path)
+    assert_refused(capsys, format, folder, output, "it is a TorchScript archive")
     for nothing in ([], {}, torch.zeros(3), 7):
         torch.save(nothing, path)
         assert_refused(capsys, format, folder, output, weights)
@@ -335,7 +338,7 @@ def assert_hostile_files_are_refused(
 
 def write_json(path: Path, content: Any) -> None:
     """A JSON file."""
-    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 # --- fairseq --------------------------------------------------------------------------------------------------------

@@ -305,6 +305,7 @@ MISTAKES = [
     ({"target_vocabulary": [*TARGET_WORDS, "x"]}, "the weights are of 19 target words"),
     ({"source_vocabulary": [*SOURCE_WORDS[:-1], "red"]}, "has the word 'red' twice"),
     ({"source_vocabulary": [*SOURCE_WORDS[:-1], 7]}, "must hold words, got 7"),
+    ({"source_vocabulary": [*SOURCE_WORDS[:-1], "\ud800"]}, "half of a surrogate pair is no text"),
     ({"source_vocabulary": "words.txt"}, "no words.txt in the folder"),
     ({"unk_token": "unk"}, "the source vocabulary lacks 'unk', which is to be its unknown word"),
     ({"bos_token": "<s>"}, "the target vocabulary lacks '<s>', which is to be its start of the target"),
@@ -340,6 +341,9 @@ def test_a_description_that_does_not_fit_is_refused_with_the_reason(changes, rea
             "no place for, such as transformer.encoder.norm3.weight",
         ),
         ("out.bias", torch.zeros(19, dtype=torch.long), "is of torch.int64, expected floating-point numbers"),
+        ("out.weight", torch.ones(20, 16).to_sparse(), "the weight out.weight is no plain tensor"),
+        ("out.weight", torch.ones(19, 16, device="meta"), "the weight out.weight is no plain tensor"),
+        ("source.weight", torch.ones(15, 0), "the weight source.weight is empty"),
         ("out.bias", "text", "its entry 'out.bias' is an object of type str"),
     ],
 )

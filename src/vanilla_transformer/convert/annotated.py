@@ -193,12 +193,12 @@ def tell_difference(original: Original, eps: float, rows: int = 16, length: int 
     length = min(length, original.most_tokens or length)
 
     def draw(side: list[str]) -> torch.Tensor:
-        ids = torch.tensor([words.id_of(word) for word in side])
+        ids = torch.tensor([words.ids[word] for word in side])
         return ids[torch.randint(len(ids), (rows, length), generator=generator)]
 
     sources, targets = draw(list(words.source)), draw(list(words.target))
     inputs = {"input_ids": sources, "decoder_input_ids": targets, "attention_mask": torch.ones_like(sources)}
-    kept = torch.tensor([words.id_of(word) for word in words.target])
+    kept = torch.tensor([words.ids[word] for word in words.target])
     with torch.no_grad():
         expected, found = (each(**inputs).logits[..., kept] for each in (exact, ours))
     difference, largest = float((found - expected).abs().max()), float(expected.abs().max())

@@ -292,7 +292,7 @@ def original_of(weights: Weights, settings: Mapping[str, Any], vocabularies: Voc
     shortest = min(
         each.shape[0] for each in (original.source_positions, original.target_positions) if each is not None
     )
-    padding = vocabularies.id_of("<pad>")
+    padding = vocabularies.ids["<pad>"]
     original.generation = {
         **GENERATION,
         "suppress_tokens": [padding],

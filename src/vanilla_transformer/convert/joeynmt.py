@@ -302,7 +302,7 @@ def generation(config: dict[str, Any], words: Vocabularies) -> dict[str, Any]:
     limit = max_output_length(config)
     settings.update({"max_new_tokens_over_source": 50} if limit is None else {"max_new_tokens": limit})
     if testing.get("generate_unk", True) is False:
-        settings["suppress_tokens"] = [words.id_of(words.unknown)]
+        settings["suppress_tokens"] = [words.ids[words.unknown]]
     return settings
 
 

@@ -58,6 +58,11 @@ class Vocabularies:
                 raise ValueError(
                     f"the {side} vocabulary has the word {twice!r} twice; an id could not be told from it."
                 )
+            broken = next((word for word in words if not _is_text(word)), None)
+            if broken is not None:
+                raise ValueError(
+                    f"the {side} vocabulary has {broken!r}, in which half of a surrogate pair is no text."
+                )
         wanted = [("target", "start of the target", self.start), ("target", "end of sentence", self.end)]
         wanted += [("source", "unknown word", self.unknown), ("source", "end of sentence", self.end)]
         if self.begin is not None:
@@ -65,7 +70,7 @@ class Vocabularies:
         for side, role, word in wanted:
             if word not in getattr(self, side):
                 raise ValueError(f"the {side} vocabulary lacks {word!r}, which is to be its {role}.")
-        if self.padding not in self.merged:
+        if self.padding not in self.ids:
             raise ValueError(f"no vocabulary has {self.padding!r}, which is to be the padding.")
         if self.padding in (self.start, self.end, self.unknown, self.begin):
             raise ValueError(
@@ -77,9 +82,10 @@ class Vocabularies:
         """All words: those of the source with their ids, then those that only the target has."""
         return list(dict.fromkeys([*self.source, *self.target]))
 
-    def id_of(self, word: str) -> int:
-        """Id of a word in the merged vocabulary."""
-        return self.merged.index(word)
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Id of each word in the merged vocabulary."""
+        return {word: index for index, word in enumerate(self.merged)}
 
     def spread(self, matrix: torch.Tensor, side: str, *, unknown: bool = True, fill: float = 0.0) -> torch.Tensor:
         """Rows of the original's vocabulary as rows of the merged one.
@@ -106,7 +112,7 @@ class Vocabularies:
         Args:
             model_max_length: Tokens at which `truncation=True` cuts.
         """
-        ids = {word: index for index, word in enumerate(self.merged)}
+        ids = self.ids
         backend = Tokenizer(models.WordLevel(ids, unk_token=self.unknown))
         if self.segmentation == "words":
             backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{WHITE_SPACE}+"), "removed")
@@ -135,6 +141,11 @@ class Vocabularies:
             truncation_side="right",
             model_input_names=["input_ids", "attention_mask"],
         )
+
+
+def _is_text(word: str) -> bool:
+    """Whether a string has no half of a surrogate pair, which JSON can write and no file in UTF-8 has."""
+    return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
 __all__ = ["SEGMENTATIONS", "Vocabularies"]

@@ -68,15 +68,20 @@ def load_checkpoint(path: str, stand_ins: Iterable[str] = ()) -> Any:
     except Exception as error:  # a broken or hostile file can end in any
         if isinstance(error, OSError) and error.filename is not None:  # no permission to read it
             raise
-        named = re.search(
-            r"(?:Unsupported|Trying to load unsupported|Found) (?:global|GLOBAL)[: ]+(?:GLOBAL )?(\S+)", str(error)
-        )
-        if isinstance(error, pickle.UnpicklingError) and named:
-            reason = f"it would have to call {named[1]}, and nothing in a checkpoint is run"
-        else:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        kind = "" if not isinstance(error, SafetensorError) else "safetensors: "
-        raise ValueError(f"the checkpoint {path} cannot be used: {kind}{reason}.") from error
+        raise ValueError(f"the checkpoint {path} cannot be used: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a file cannot be opened, in our words: those of torch advise to open it with its code."""
+    text = str(error)
+    named = re.search(r"(?:Unsupported|Trying to load unsupported|Found) global:?\s+(?:global\s+)?(\S+)", text, re.I)
+    if isinstance(error, pickle.UnpicklingError) and named:
+        return f"it would have to call {named[1]}, and nothing in a checkpoint is run"
+    if "TorchScript" in text:
+        return "it is a TorchScript archive; save the state dict of its model with torch.save"
+    if isinstance(error, SafetensorError):
+        return f"it is no file of safetensors ({text})"
+    return f"it is cut off, or not what torch.save writes of tensors and plain values ({type(error).__name__})"
 
 
 class Weights:
@@ -125,6 +130,12 @@ class Weights:
             raise ValueError(
                 f"{self.where}: the weight {name} has the shape {tuple(tensor.shape)}, expected ({wanted_text})."
             )
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
+            raise ValueError(
+                f"{self.where}: the weight {name} is no plain tensor, but {tensor.layout}, {tensor.dtype}."
+            )
+        if tensor.numel() == 0:
+            raise ValueError(f"{self.where}: the weight {name} is empty, of the shape {tuple(tensor.shape)}.")
         if not tensor.is_floating_point():
             raise ValueError(f"{self.where}: the weight {name} is of {tensor.dtype}, expected floating-point numbers.")
         return tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
@@ -293,10 +304,10 @@ def model_of(original: Original) -> VanillaTransformerForConditionalGeneration:
         max_position_embeddings=min(lengths) if lengths else original.most_tokens or MODEL_MAX_LENGTH,
         tie_word_embeddings=is_one_matrix and is_scaled,
         output_bias=original.output_bias is not None or not is_one_vocabulary,
-        bos_token_id=words.id_of(words.start if words.bos is None else words.bos),
-        pad_token_id=words.id_of(words.padding),
-        eos_token_id=words.id_of(words.end),
-        decoder_start_token_id=words.id_of(words.start),
+        bos_token_id=words.ids[words.start if words.bos is None else words.bos],
+        pad_token_id=words.ids[words.padding],
+        eos_token_id=words.ids[words.end],
+        decoder_start_token_id=words.ids[words.start],
         **original.settings,
     )
     factor = 1.0 if is_scaled else original.scale / math.sqrt(d_model)
