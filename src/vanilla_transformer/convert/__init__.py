@@ -3,7 +3,9 @@
 A format's module has `read(name, folder, **options)`, which writes what lies in that format as a model of this
 package, `write(name, folder, **options)`, which does the reverse, or both. Each writes a whole model folder into the
 empty `folder` that it is given and returns, one a line, what did not survive the way. `convert_from` and `convert_to`
-make that folder, put it in its place, and remove it where something fails.
+make that folder, put it in its place, and remove it where something fails. What formats of bare checkpoints have in
+common lies in `weights` (opening them without running code, taking tensors by name and shape, writing the folder),
+`vocabularies` (two of them as one, and its tokenizer) and `descriptions` (what the weights do not tell).
 """
 
 import contextlib
