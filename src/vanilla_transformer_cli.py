@@ -35,7 +35,7 @@ VERBS = {
 }
 
 # Formats of `convert`; vanilla_transformer.convert.FORMATS tells more of each.
-READ_FORMATS = ("marian",)
+READ_FORMATS = ("marian", "nn_transformer", "fairseq", "annotated", "joeynmt")
 WRITTEN_FORMATS = ("marian", "ctranslate2")
 
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
@@ -358,7 +358,12 @@ def convert_parser() -> argparse.ArgumentParser:
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
-        "--from", dest="read", choices=READ_FORMATS, default=None, help="the format in which --model is"
+        "--from",
+        dest="read",
+        choices=READ_FORMATS,
+        default=None,
+        help="the format in which --model is; nn_transformer and annotated want beside the weights the file "
+        "nn_transformer.json or annotated.json, whose fields `pydoc vanilla_transformer.convert.FORMAT` lists",
     )
     direction.add_argument("--to", dest="write", choices=WRITTEN_FORMATS, default=None, help="the format to write")
     parser.add_argument(

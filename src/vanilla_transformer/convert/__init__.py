@@ -3,7 +3,9 @@
 A format's module has `read(name, folder, **options)`, which writes what lies in that format as a model of this
 package, `write(name, folder, **options)`, which does the reverse, or both. Each writes a whole model folder into the
 empty `folder` that it is given and returns, one a line, what did not survive the way. `convert_from` and `convert_to`
-make that folder, put it in its place, and remove it where something fails.
+make that folder, put it in its place, and remove it where something fails. What formats of bare checkpoints have in
+common lies in `weights` (opening them without running code, taking tensors by name and shape, writing the folder),
+`vocabularies` (two of them as one, and its tokenizer) and `descriptions` (what the weights do not tell).
 """
 
 import contextlib
@@ -39,6 +41,10 @@ class Format:
 # The name of a format is that of its module here, and its word on the command line.
 FORMATS = {
     "marian": Format("Marian of transformers (MarianMTModel, OPUS-MT)", reads=True, writes=True),
+    "nn_transformer": Format("models around torch.nn.Transformer, with a description", reads=True),
+    "fairseq": Format("fairseq (its transformer models)", reads=True),
+    "annotated": Format('models in the style of "The Annotated Transformer", with a description', reads=True),
+    "joeynmt": Format("JoeyNMT (its Transformers)", reads=True),
     "ctranslate2": Format("CTranslate2", writes=True, packages=("ctranslate2",)),
 }
 
