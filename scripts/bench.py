@@ -50,7 +50,11 @@ from vanilla_transformer.data import TokenBatchSampler, TranslationCollator, rea
 from vanilla_transformer.evaluation import corpus_scores
 from vanilla_transformer.modeling_vanilla_transformer import sinusoidal_encoding
 from vanilla_transformer.tokenization import train_tokenizer
-from vanilla_transformer.training import VanillaTransformerTrainer, VanillaTransformerTrainingArguments
+from vanilla_transformer.training import (
+    VanillaTransformerTrainer,
+    VanillaTransformerTrainingArguments,
+    bfloat16_gain,
+)
 from vanilla_transformer.translation import load_translator, open_output, translate_lines
 from vanilla_transformer_cli import while_read
 
@@ -263,12 +267,12 @@ class StockTrainer(SameBatches, Trainer):
     """`Trainer` on given batches."""
 
 
-def train_engines(config: VanillaTransformerConfig, names: list[str]) -> dict[str, Callable[..., Any]]:
+def train_engines(config: VanillaTransformerConfig, names: list[str], precision: str) -> dict[str, Callable[..., Any]]:
     """For each name a function that makes a trainer for the given batches, with a model that it keeps."""
     folder = tempfile.mkdtemp(prefix="bench-")
     common: dict[str, Any] = {
         "output_dir": folder,
-        "bf16": True,
+        "bf16": precision == "bfloat16",
         "use_cpu": DEVICE == "cpu",
         "learning_rate": 1e-4,
         "report_to": "none",
@@ -324,11 +328,11 @@ def bench_train(arguments: argparse.Namespace) -> dict[str, Any]:
     warmup = 2
     batches, vocab_size = batches_of(arguments, warmup + arguments.updates)
     config = shape_of(arguments.shape, vocab_size)
-    engines = train_engines(config, arguments.engines or TRAINERS)
+    engines = train_engines(config, arguments.engines or TRAINERS, precision_of(arguments))
     tokens = sum(map(target_tokens, batches[warmup:]))
     flops = sum(operations(config, batch) for batch in batches[warmup:])
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    peaks: dict[str, list[float]] = {"bfloat16": [], "float32": []}
+    peaks: dict[str, list[float]] = {name: [] for name in dict.fromkeys([arguments.precision, "float32"])}
     for round_number in range(arguments.rounds):
         for name in peaks:
             peaks[name].append(matrix_peak(getattr(torch, name)))
@@ -353,14 +357,23 @@ def bench_train(arguments: argparse.Namespace) -> dict[str, Any]:
                 "spread": f"{min(rates[name]):,.0f} to {max(rates[name]):,.0f}",
                 "ours is faster by": round(median["ours"] / rate, 2) if "ours" in median else None,
                 "GFLOP/s": round(used / 1e9),
-                "of bfloat16 peak": f"{used / peak['bfloat16']:.0%}",
+                f"of {arguments.precision} peak": f"{used / peak[arguments.precision]:.0%}",
             }
         )
     return {
-        "benchmark": f"train, {arguments.shape}, vocabulary {vocab_size}, {arguments.tokens_per_batch} tokens a batch",
+        "benchmark": f"train in {arguments.precision}, {arguments.shape}, vocabulary {vocab_size}, "
+        f"{arguments.tokens_per_batch} tokens a batch",
         "matrix product": {name: f"{value / 1e9:,.0f} GFLOP/s" for name, value in peak.items()},
         "rows": rows,
     }
+
+
+def precision_of(arguments: argparse.Namespace) -> str:
+    """What all train in: what is asked for, else the faster one here."""
+    if arguments.precision == "auto":
+        arguments.precision = "bfloat16" if bfloat16_gain() > 1.0 else "float32"
+        tell(f"precision: {arguments.precision}")
+    return arguments.precision
 
 
 def bench_decode(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -493,6 +506,7 @@ def decode_engines(arguments: argparse.Namespace, folder: str) -> dict[str, Call
 def bench_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of training steps above what is held before them, each engine in a process of its own."""
     rows = []
+    precision_of(arguments)
     for name in arguments.engines or TRAINERS:
         for checkpointing in (False, True) if name in ("ours", "marian sdpa") else (False,):
             command = [sys.executable, __file__, "memory-of", name, *as_flags(arguments)]
@@ -516,7 +530,7 @@ def bench_memory(arguments: argparse.Namespace) -> dict[str, Any]:
 def memory_of(arguments: argparse.Namespace) -> None:
     """Prints the peak of two updates of one engine above the memory before them, in bytes."""
     config = shape_of(arguments.shape, arguments.vocab_size)
-    engine = train_engines(config, [arguments.engine])[arguments.engine]
+    engine = train_engines(config, [arguments.engine], arguments.precision)[arguments.engine]
     length, generator = 32, torch.Generator().manual_seed(0)
     rows = arguments.tokens_per_batch // length
     ids = torch.randint(3, arguments.vocab_size, (rows, length), generator=generator)
@@ -669,7 +683,7 @@ def tell(line: str) -> None:
 
 def as_flags(arguments: argparse.Namespace) -> Iterator[str]:
     """The settings that a process of its own needs."""
-    for name in ("shape", "vocab_size", "tokens_per_batch"):
+    for name in ("shape", "vocab_size", "tokens_per_batch", "precision"):
         yield f"--{name}"
         yield str(getattr(arguments, name))
 
@@ -710,6 +724,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab_size", type=int, default=8000)
     parser.add_argument("--pad_vocabulary", action="store_true", help="--vocab_size words even if the text has less")
     parser.add_argument("--tokens_per_batch", type=int, default=4096)
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "bfloat16", "float32"],
+        default="auto",
+        help="of training; auto: the faster one",
+    )
     parser.add_argument("--updates", type=int, default=12, help="timed updates of each engine in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", help="only these, by the beginning of their names")

@@ -988,24 +988,25 @@ def keep_freed_memory() -> None:
 
 
 @functools.cache
-def bfloat16_gain(size: int = 1024) -> float:
+def bfloat16_gain(size: int = 256) -> float:
     """How many times as fast as in float32 this device multiplies matrices in bfloat16, timed once a process.
 
     Not every processor that has bfloat16 instructions gains by them: those without matrix tiles may be slower.
 
     Args:
-        size (`int`, defaults to 1024): Rows and columns of the matrices.
+        size (`int`, defaults to 256): Rows and columns of the matrices; where a processor has to emulate bfloat16, a
+            hundred times slower than float32, larger ones would keep the user waiting.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(size, size, device=device, dtype=dtype)
         times = []
-        for _ in range(4):  # the first one prepares kernels
+        for _ in range(8):  # the first ones prepare kernels
             start = time.perf_counter()
             float((matrix @ matrix)[0, 0])  # waits for the device
             times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times[1:])
+        seconds[dtype] = min(times[2:])
     return seconds[torch.float32] / seconds[torch.bfloat16]
 
 

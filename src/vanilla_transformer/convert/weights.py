@@ -394,6 +394,7 @@ def write_folder(folder: Path, name: str, original: Original, *, origin: str, re
         origin=origin,
         differences=original.differences,
         tags={"vanilla-transformer": True},
+        config=model.config,
     )
     return original.differences
 
