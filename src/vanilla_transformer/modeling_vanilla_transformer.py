@@ -1,8 +1,9 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al. 2017), in the order of the paper's sections.
 
 Read from top to bottom: attention (3.2), feed-forward (3.3), embeddings and positions (3.4, 3.5), the layers and
-stacks (3.1), the loss (5.4), and the classes that transformers loads. The equation stands first; where a faster way to
-the same numbers exists it stands beside it and says when it applies. This file ships with every saved model.
+stacks (3.1), the loss (5.4), and the classes that transformers loads; at the end, what refuses unfit input. The
+equation stands first; where a faster way to the same numbers exists it stands beside it and says when it applies. This
+file ships with every saved model.
 """
 
 import copy
@@ -187,38 +188,6 @@ def in_autocast_precision(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float32 and torch.is_autocast_enabled(device_type):
         return x.to(torch.get_autocast_dtype(device_type))
     return x
-
-
-def static_cache_length(cache: Cache) -> int | None:
-    """Slots of a cache whose size is fixed in advance; None for one that grows."""
-    layers = getattr(cache, "layers", None)
-    return getattr(layers[0], "max_cache_len", None) if layers else None
-
-
-def fit_cache_to_batch(cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Makes an empty static cache anew for the batch that comes; a cache that holds other rows is refused.
-
-    Args:
-        cache (`Cache`): Keys and values of self-attention or of attention to the encoder.
-        layer_idx (`int`): The layer.
-        key, value (`torch.Tensor` of shape `(batch, num_heads, length, width)`): What will be added.
-
-    Raises:
-        ValueError: The cache holds keys of another number of rows.
-    """
-    layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
-        return
-    is_static = static_cache_length(cache) is not None
-    if layer.keys.shape[0] == key.shape[0] and (not is_static or layer.keys.dtype == key.dtype):
-        return
-    if is_static and int(layer.get_seq_length()) == 0:
-        layer.lazy_initialization(key, value)
-    elif layer.keys.shape[0] != key.shape[0]:
-        raise ValueError(
-            f"the cache holds {layer.keys.shape[0]} rows, got a batch of {key.shape[0]}; use a new cache, or "
-            "cache.reset(), for each batch."
-        )
 
 
 class MultiHeadAttention(nn.Module):
@@ -523,38 +492,6 @@ class VanillaTransformerDecoderLayer(ResidualLayer):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def without_conversion_service() -> Iterator[None]:
-    """Keeps transformers from handing a repository of pickled weights, and the token, to an outside service."""
-    name = "DISABLE_SAFETENSORS_CONVERSION"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
-def architecture_of(name_or_path: Any, options: dict[str, Any]) -> str | None:
-    """The class that a saved model was of, from its config.json; None where that does not tell.
-
-    Args:
-        name_or_path (`str` or `os.PathLike`, *optional*): Folder or repository.
-        options (`dict`): Arguments of `from_pretrained`, of which those about the repository are used.
-    """
-    if name_or_path is None:
-        return None
-    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-    try:
-        saved, _ = PretrainedConfig.get_config_dict(name_or_path, **{n: options[n] for n in names if n in options})
-    except OSError:  # no config.json; a config may have been given beside the folder
-        return None
-    return next(iter(saved.get("architectures") or []), None)
-
-
 class VanillaTransformerPreTrainedModel(PreTrainedModel):
     """Initialisation, saving and loading, common to all classes below."""
 
@@ -708,52 +645,9 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return {"input_ids": input_ids, "attention_mask": input_ids.ne(pad), "decoder_input_ids": input_ids}
 
 
-def boolean_mask(mask: torch.Tensor | None, shape: tuple[int, int], name: str) -> torch.Tensor | None:
-    """The Hub's 1/0 mask as a boolean one.
-
-    Args:
-        mask (`torch.Tensor` of shape `(batch, length)`, *optional*): 1 for kept tokens, 0 for padding, of any dtype.
-        shape (`tuple[int, int]`): Batch and length that it must have.
-        name (`str`): What an error calls it.
-
-    Returns:
-        `torch.BoolTensor` of shape `(batch, length)`, True for kept tokens; None where no mask is given.
-
-    Raises:
-        ValueError: The mask has another shape.
-    """
-    if mask is None:
-        return None
-    if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] != shape[1]:
-        raise ValueError(
-            f"{name} must have the shape (batch, length) = {tuple(shape)}, the length counting cached tokens, got "
-            f"{tuple(mask.shape)}; causal masks are made by the model itself."
-        )
-    return mask if mask.dtype == torch.bool else mask != 0
-
-
-def boolean_causal_mask(mask: torch.Tensor, rows: int, length: int, key_length: int) -> torch.Tensor:
-    """A causal mask that `generate()` made (it does for static caches) as a boolean one.
-
-    Args:
-        mask (`torch.Tensor` of shape `(batch or 1, 1, target_length, key_length)`): Boolean, True where a key may be
-            attended to; or what is added to the scores, 0 where a key may be attended to.
-        rows, length, key_length (`int`): Batch, target length and key length that it must have.
-
-    Raises:
-        ValueError: The mask has another shape or another type.
-    """
-    if mask.shape[0] not in (1, rows) or tuple(mask.shape[1:]) != (1, length, key_length):
-        raise ValueError(
-            f"a decoder_attention_mask of four dimensions must have the shape (batch, 1, target_length, key_length) = "
-            f"{(rows, 1, length, key_length)}, got {tuple(mask.shape)}."
-        )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            "a decoder_attention_mask of four dimensions must be boolean (True: attended to) or floating point (added "
-            f"to the scores), got {mask.dtype}."
-        )
-    return mask if mask.dtype == torch.bool else mask == 0
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoder and decoder stacks (section 3.1)
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
@@ -799,48 +693,6 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         if mask is None or self.config._attn_implementation == "eager" or kwargs.get("output_attentions"):
             return mask
         return fast_mask(mask, x.dtype)
-
-
-def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, prefix: str = "") -> None:
-    """Raises ValueError unless exactly one of the two is given, with at least one row, and one token in the decoder.
-
-    A source without any token is like one of padding alone: nothing is there to attend to.
-    """
-    if (input_ids is None) == (inputs_embeds is None):
-        found = "neither" if input_ids is None else "both"
-        raise ValueError(f"give either {prefix}input_ids or {prefix}inputs_embeds, got {found}.")
-    given = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
-    is_ids = inputs_embeds is None
-    if given.ndim != (2 if is_ids else 3) or given.shape[0] == 0 or (prefix and given.shape[1] == 0):
-        least = "one row and one token" if prefix else "one row"
-        raise ValueError(
-            f"{prefix}{'input_ids' if is_ids else 'inputs_embeds'} must have the shape (batch, length"
-            f"{'' if is_ids else ', d_model'}) with at least {least}, got {tuple(given.shape)}."
-        )
-    if is_ids and given.is_floating_point():
-        raise ValueError(f"{prefix}input_ids must hold whole numbers, got {given.dtype}.")
-
-
-def check_labels(labels: torch.Tensor, decoder_input_ids: torch.Tensor | None, vocab_size: int) -> None:
-    """Raises ValueError for labels of the wrong shape and, on a CPU, for labels that are no words.
-
-    On an accelerator the values are not looked at, for that would wait for it.
-    """
-    if labels.ndim != 2 or (decoder_input_ids is not None and labels.shape != decoder_input_ids.shape):
-        wanted = "(batch, target_length)" if decoder_input_ids is None else tuple(decoder_input_ids.shape)
-        raise ValueError(f"labels must have the shape {wanted}, got {tuple(labels.shape)}.")
-    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
-        wrong = (labels >= vocab_size) | ((labels < 0) & (labels != -100))
-        if wrong.any():
-            raise ValueError(
-                f"labels must lie in [0, vocab_size={vocab_size}), or be -100 where there is none, got "
-                f"{labels[wrong][0].item()}."
-            )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Encoder and decoder stacks (section 3.1)
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class VanillaTransformerEncoder(VanillaTransformerStack):
@@ -1020,20 +872,6 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             x = layer(x, target_mask, encoder_hidden_states, source_mask, cache, **kwargs)
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.norm(x), **cast(dict[str, Any], {CACHE: cache})
-        )
-
-
-def check_static_cache(slots: int | None, past: torch.Tensor | int, length: int, side: str) -> None:
-    """Raises ValueError where `length` more tokens do not fit into a cache of `slots`; None means any number."""
-    if slots is None or torch.compiler.is_compiling():
-        return
-    if isinstance(past, torch.Tensor):
-        # How much an accelerator's cache holds is not asked for at each step: the answer would hold up its queue.
-        past = int(past) if past.device.type == "cpu" else 0
-    if past + length > slots:
-        raise ValueError(
-            f"the static cache has room for max_cache_len={slots} {side} tokens, got {past + length}; make a longer "
-            "one."
         )
 
 
@@ -1405,6 +1243,179 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
             encoder_attentions=outputs.encoder_attentions,
             **{CACHE: outputs.get(CACHE)},
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What comes in: masks, caches and inputs that do not fit are refused by name
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, prefix: str = "") -> None:
+    """Raises ValueError unless exactly one of the two is given, with at least one row, and one token in the decoder.
+
+    A source without any token is like one of padding alone: nothing is there to attend to.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        found = "neither" if input_ids is None else "both"
+        raise ValueError(f"give either {prefix}input_ids or {prefix}inputs_embeds, got {found}.")
+    given = cast(torch.Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+    is_ids = inputs_embeds is None
+    if given.ndim != (2 if is_ids else 3) or given.shape[0] == 0 or (prefix and given.shape[1] == 0):
+        least = "one row and one token" if prefix else "one row"
+        raise ValueError(
+            f"{prefix}{'input_ids' if is_ids else 'inputs_embeds'} must have the shape (batch, length"
+            f"{'' if is_ids else ', d_model'}) with at least {least}, got {tuple(given.shape)}."
+        )
+    if is_ids and given.is_floating_point():
+        raise ValueError(f"{prefix}input_ids must hold whole numbers, got {given.dtype}.")
+
+
+def check_labels(labels: torch.Tensor, decoder_input_ids: torch.Tensor | None, vocab_size: int) -> None:
+    """Raises ValueError for labels of the wrong shape and, on a CPU, for labels that are no words.
+
+    On an accelerator the values are not looked at, for that would wait for it.
+    """
+    if labels.ndim != 2 or (decoder_input_ids is not None and labels.shape != decoder_input_ids.shape):
+        wanted = "(batch, target_length)" if decoder_input_ids is None else tuple(decoder_input_ids.shape)
+        raise ValueError(f"labels must have the shape {wanted}, got {tuple(labels.shape)}.")
+    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+        wrong = (labels >= vocab_size) | ((labels < 0) & (labels != -100))
+        if wrong.any():
+            raise ValueError(
+                f"labels must lie in [0, vocab_size={vocab_size}), or be -100 where there is none, got "
+                f"{labels[wrong][0].item()}."
+            )
+
+
+def boolean_mask(mask: torch.Tensor | None, shape: tuple[int, int], name: str) -> torch.Tensor | None:
+    """The Hub's 1/0 mask as a boolean one.
+
+    Args:
+        mask (`torch.Tensor` of shape `(batch, length)`, *optional*): 1 for kept tokens, 0 for padding, of any dtype.
+        shape (`tuple[int, int]`): Batch and length that it must have.
+        name (`str`): What an error calls it.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch, length)`, True for kept tokens; None where no mask is given.
+
+    Raises:
+        ValueError: The mask has another shape.
+    """
+    if mask is None:
+        return None
+    if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] != shape[1]:
+        raise ValueError(
+            f"{name} must have the shape (batch, length) = {tuple(shape)}, the length counting cached tokens, got "
+            f"{tuple(mask.shape)}; causal masks are made by the model itself."
+        )
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def boolean_causal_mask(mask: torch.Tensor, rows: int, length: int, key_length: int) -> torch.Tensor:
+    """A causal mask that `generate()` made (it does for static caches) as a boolean one.
+
+    Args:
+        mask (`torch.Tensor` of shape `(batch or 1, 1, target_length, key_length)`): Boolean, True where a key may be
+            attended to; or what is added to the scores, 0 where a key may be attended to.
+        rows, length, key_length (`int`): Batch, target length and key length that it must have.
+
+    Raises:
+        ValueError: The mask has another shape or another type.
+    """
+    if mask.shape[0] not in (1, rows) or tuple(mask.shape[1:]) != (1, length, key_length):
+        raise ValueError(
+            f"a decoder_attention_mask of four dimensions must have the shape (batch, 1, target_length, key_length) = "
+            f"{(rows, 1, length, key_length)}, got {tuple(mask.shape)}."
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            "a decoder_attention_mask of four dimensions must be boolean (True: attended to) or floating point (added "
+            f"to the scores), got {mask.dtype}."
+        )
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def static_cache_length(cache: Cache) -> int | None:
+    """Slots of a cache whose size is fixed in advance; None for one that grows."""
+    layers = getattr(cache, "layers", None)
+    return getattr(layers[0], "max_cache_len", None) if layers else None
+
+
+def check_static_cache(slots: int | None, past: torch.Tensor | int, length: int, side: str) -> None:
+    """Raises ValueError where `length` more tokens do not fit into a cache of `slots`; None means any number."""
+    if slots is None or torch.compiler.is_compiling():
+        return
+    if isinstance(past, torch.Tensor):
+        # How much an accelerator's cache holds is not asked for at each step: the answer would hold up its queue.
+        past = int(past) if past.device.type == "cpu" else 0
+    if past + length > slots:
+        raise ValueError(
+            f"the static cache has room for max_cache_len={slots} {side} tokens, got {past + length}; make a longer "
+            "one."
+        )
+
+
+def fit_cache_to_batch(cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes an empty static cache anew for the batch that comes; a cache that holds other rows is refused.
+
+    Args:
+        cache (`Cache`): Keys and values of self-attention or of attention to the encoder.
+        layer_idx (`int`): The layer.
+        key, value (`torch.Tensor` of shape `(batch, num_heads, length, width)`): What will be added.
+
+    Raises:
+        ValueError: The cache holds keys of another number of rows.
+    """
+    layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
+        return
+    is_static = static_cache_length(cache) is not None
+    if layer.keys.shape[0] == key.shape[0] and (not is_static or layer.keys.dtype == key.dtype):
+        return
+    if is_static and int(layer.get_seq_length()) == 0:
+        layer.lazy_initialization(key, value)
+    elif layer.keys.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"the cache holds {layer.keys.shape[0]} rows, got a batch of {key.shape[0]}; use a new cache, or "
+            "cache.reset(), for each batch."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_conversion_service() -> Iterator[None]:
+    """Keeps transformers from handing a repository of pickled weights, and the token, to an outside service."""
+    name = "DISABLE_SAFETENSORS_CONVERSION"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def architecture_of(name_or_path: Any, options: dict[str, Any]) -> str | None:
+    """The class that a saved model was of, from its config.json; None where that does not tell.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`, *optional*): Folder or repository.
+        options (`dict`): Arguments of `from_pretrained`, of which those about the repository are used.
+    """
+    if name_or_path is None:
+        return None
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+    try:
+        saved, _ = PretrainedConfig.get_config_dict(name_or_path, **{n: options[n] for n in names if n in options})
+    except OSError:  # no config.json; a config may have been given beside the folder
+        return None
+    return next(iter(saved.get("architectures") or []), None)
 
 
 __all__ = [
