@@ -723,7 +723,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="tiny", help="preset: tiny, base, big ...")
     parser.add_argument("--vocab_size", type=int, default=8000)
     parser.add_argument("--pad_vocabulary", action="store_true", help="--vocab_size words even if the text has less")
-    parser.add_argument("--tokens_per_batch", type=int, default=4096)
+    parser.add_argument("--tokens_per_batch", type=int, help="default: 8192 for decode and growth, else 4096")
     parser.add_argument(
         "--precision",
         choices=["auto", "bfloat16", "float32"],
@@ -741,8 +741,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="of every engine; all cores by default")
     parser.add_argument("--json", help="also write the result to this file")
     arguments = parser.parse_args(argv)
-    if bool(arguments.source) != bool(arguments.target):
+    if arguments.benchmark in ("train", "memory") and bool(arguments.source) != bool(arguments.target):
         parser.error("--source and --target belong together")
+    if arguments.tokens_per_batch is None:
+        arguments.tokens_per_batch = 8192 if arguments.benchmark in ("decode", "growth") else 4096
     logging.set_verbosity_error()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -171,7 +171,7 @@ def model_name(text: str) -> str:
     return text
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser, searches: bool = True) -> None:
+def _add_model_arguments(parser: argparse.ArgumentParser, searches: bool = True, tokens_per_batch: int = 4096) -> None:
     """What `translate`, `evaluate` and, but for the search, `score` have in common."""
     parser.add_argument(
         "--model",
@@ -193,7 +193,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser, searches: bool = True)
         "--tokens_per_batch",
         type=whole_number,
         metavar="N",
-        default=4096,
+        default=tokens_per_batch,
         help=f"bound of rows x {'beams x ' if searches else ''}longest row of a batch, padding counted",
     )
     parser.add_argument(
@@ -242,7 +242,7 @@ def translate_parser() -> argparse.ArgumentParser:
         "source, and hypotheses, best first, each with text, log_probability, length, score and, on request, tokens "
         "and token_log_probabilities; a blank line has one empty hypothesis with log-probability 0.",
     )
-    _add_model_arguments(parser)
+    _add_model_arguments(parser, tokens_per_batch=8192)
     parser.add_argument(
         "--input", type=input_file, metavar="F", default="-", help="UTF-8 text, .gz by name; - is standard input"
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from conftest import TINY_CORPUS
 from small_models import small_model, words
 
 
@@ -47,3 +48,48 @@ def test_every_engine_trains_on_the_same_batches(capsys):
     for engine in ("ours", "marian sdpa", "marian eager", "nn.Transformer"):
         assert f"| {engine} |" in table
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("bench") / "model"
+    model = small_model(vocab_size=len(tiny_tokenizer))
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("text")
+    for side in (0, 1):
+        (folder / str(side)).write_text("".join(f"{pair[side]}\n" for pair in TINY_CORPUS), encoding="utf-8")
+    return {"source": str(folder / "0"), "target": str(folder / "1")}
+
+
+def test_every_engine_translates_the_same_file_by_the_same_rules(capsys, saved, text):
+    """Marian with our weights finds the very lines that we find."""
+    command = ["decode", "--model", str(saved), "--source", text["source"], "--target", text["target"]]
+    command += ["--rounds", "1", "--length_penalty", "0", "--engines", "marian", "--threads", "1"]
+    assert bench.main(command) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    names, ours, *others = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if "---" not in row]
+    assert [ours[0], *(other[0] for other in others)] == [
+        "ours",
+        "marian generate(), 8 rows",
+        "marian generate(), 64 rows, sorted",
+    ]
+    place = names.index("lines as ours")
+    assert [row[place] for row in others] == [f"{len(TINY_CORPUS)} of {len(TINY_CORPUS)}"] * 2
+    bleu = names.index("BLEU")
+    assert len({row[bleu] for row in (ours, *others)}) == 1
+
+
+def test_growth_is_measured_to_the_512th_token_and_leaves_the_model_as_it_was(capsys, saved, text):
+    command = ["growth", "--model", str(saved), "--source", text["source"], "--lines", "3", "25", "--threads", "1"]
+    assert bench.main(command) == 0
+    out = capsys.readouterr().out
+    assert "| decoder, tokens 257 to 512 | 512 |" in out
+    assert "| lines translated | 25 |" in out
+    exponent = float(out.split("fitted exponent of the length |")[1].split("|")[1])
+    assert 0.3 < exponent < 2.5, "of the cost of a row, between constant and more than quadratic"

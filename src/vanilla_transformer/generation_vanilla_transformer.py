@@ -512,7 +512,8 @@ def beam_search(
     first = torch.arange(candidates, device=device) < num_beams
 
     for length in range(1, longest + 1):
-        log_probs = torch.log_softmax(decoder.step(tokens).float(), dim=-1)
+        logits = decoder.step(tokens).float()
+        log_probs = torch.log_softmax(logits, dim=-1, out=logits)  # in its place, for memory is what it costs
         scores, parents, words = largest_sums(log_probs, running, candidates)
         at_limit = limits <= length
         ends = (words[:, :, None] == end_token_ids).any(dim=-1) | at_limit[:, None]

@@ -84,7 +84,7 @@ def translate_lines(
     tokenizer: PreTrainedTokenizerBase,
     lines: Iterable[str],
     *,
-    tokens_per_batch: int = 4096,
+    tokens_per_batch: int = 8192,
     window: int = 10000,
     progress: bool = False,
     first_line: int = 1,
