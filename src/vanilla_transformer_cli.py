@@ -280,6 +280,12 @@ def translate_parser() -> argparse.ArgumentParser:
         help="lines read and sorted by length together; 1 answers each at once (default: 10000; 1 at a terminal)",
     )
     parser.add_argument(
+        "--resumable",
+        action="store_true",
+        help="work in parts, kept in OUTPUT.parts until all are done: a run that was killed goes on from them, and "
+        "several processes share them (accelerate launch scripts/translate.py)",
+    )
+    parser.add_argument(
         "--backend",
         choices=("torch", "ctranslate2"),
         default="torch",

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import tee
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer.data import read_lines
+from vanilla_transformer.resumable import identity_of_model, local_device, process_number, write_in_parts
 from vanilla_transformer.translation import Hypothesis, json_line, load_translator, open_output, translate_lines
 from vanilla_transformer_cli import translate_parser
 
@@ -21,56 +22,97 @@ def main(argv: list[str]) -> int:
     """Runs the command; see `vanilla-transformer translate --help`.
 
     Raises:
-        ValueError: More translations of a line are asked for than there are beams, token probabilities as text, or
-            an argument
-            of the other backend, or what `read_lines`, `load_translator`, `load_ctranslate2` and `translate_lines`
-            raise.
+        ValueError: More translations of a line are asked for than there are beams, token probabilities as text, an
+            argument of the other backend, or what `read_lines`, `load_translator`, `load_ctranslate2`,
+            `translate_lines` and `write_in_parts` raise.
     """
     arguments = translate_parser().parse_args(argv)
     given = vars(arguments)
-    as_json = arguments.output_format == "jsonl"
-    if arguments.token_probabilities and not as_json:
+    if arguments.token_probabilities and arguments.output_format != "jsonl":
         raise ValueError("--token_probabilities needs --output_format jsonl; text has no column for them.")
     transformers_logging.disable_progress_bar()
+    in_parts = arguments.resumable or process_number()[1] > 1
+    if in_parts:
+        translate_in_parts(arguments)
+        return 0
     # Opened first: that the output cannot be written is known before any work.
     with open_output(arguments.output) as output:
-        lines = read_lines(arguments.input)
-        sources: Iterator[str] = iter(())
-        if as_json:
-            lines, sources = tee(lines)  # which holds what is read and not yet answered
-        model, tokenizer = open_translator(arguments)
-        settings = {name: given[name] for name in GENERATION_ARGUMENTS if name in given}
-        num_beams = settings.get("num_beams") or model.generation_config.num_beams or 1
+        at_terminal = arguments.input == "-" and sys.stdin is not None and sys.stdin.isatty()
+        window = given.get("window", 1 if at_terminal else 10000)
+        progress = sys.stderr.isatty() and not at_terminal and not (arguments.output == "-" and sys.stdout.isatty())
+        translator = Translator(arguments)
+        answers = translator.lines(read_lines(arguments.input), window=window, progress=progress)
+        for number, answer in enumerate(answers, 1):
+            output.writelines(f"{line}\n" for line in answer)
+            if number % window == 0:
+                output.flush()
+    return 0
+
+
+def translate_in_parts(arguments: argparse.Namespace) -> None:
+    """Translates the input file in parts, see `vanilla_transformer.resumable`.
+
+    Raises:
+        ValueError, OSError: See `write_in_parts`.
+    """
+    ignored = ("input", "output", "model", "device", "tokens_per_batch", "window", "resumable")
+    settings = {name: value for name, value in vars(arguments).items() if name not in ignored}
+    settings["model"] = identity_of_model(arguments.model)
+    translators: list[Translator] = []  # opened with the first part that is to be done
+
+    def work(lines: list[str], first_line: int) -> Iterator[str]:
+        if not translators:
+            translators.append(Translator(arguments))
+        progress = sys.stderr.isatty() and process_number()[0] == 0
+        for answer in translators[0].lines(lines, window=len(lines), first_line=first_line, progress=progress):
+            yield from answer
+
+    write_in_parts(arguments.input, arguments.output, settings, work)
+
+
+class Translator:
+    """What the arguments of the command ask for, opened."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        given = vars(arguments)
+        self.as_json = arguments.output_format == "jsonl"
+        self.model, self.tokenizer = open_translator(arguments)
+        self.settings = {name: given[name] for name in GENERATION_ARGUMENTS if name in given}
+        num_beams = self.settings.get("num_beams") or self.model.generation_config.num_beams or 1
         if arguments.n_best > num_beams:
             raise ValueError(
                 f"--n_best {arguments.n_best} needs as many beams, but there are {num_beams}; add --num_beams "
                 f"{arguments.n_best}."
             )
-        at_terminal = arguments.input == "-" and sys.stdin is not None and sys.stdin.isatty()
-        window = given.get("window", 1 if at_terminal else 10000)
+
+    def lines(
+        self, lines: Iterable[str], *, window: int, first_line: int = 1, progress: bool = False
+    ) -> Iterator[list[str]]:
+        """The lines of output for each line of the input."""
+        arguments = self.arguments
+        sources: Iterator[str] = iter(())
+        if self.as_json:
+            lines, sources = tee(lines)  # which holds what is read and not yet answered
         translations = translate_lines(
-            model,
-            tokenizer,
+            self.model,
+            self.tokenizer,
             lines,
             tokens_per_batch=arguments.tokens_per_batch,
             window=window,
-            progress=sys.stderr.isatty() and not at_terminal and not (arguments.output == "-" and sys.stdout.isatty()),
+            progress=progress,
+            first_line=first_line,
             name="standard input" if arguments.input == "-" else arguments.input,
-            scores=arguments.scores or as_json,
+            scores=arguments.scores or self.as_json,
             num_return_sequences=arguments.n_best,
-            **settings,
+            **self.settings,
         )
-        for number, hypotheses in enumerate(translations, 1):
-            if as_json:
-                record = as_record(next(sources), hypotheses, tokenizer if arguments.token_probabilities else None)
-                output.write(json_line(record) + "\n")
+        for number, hypotheses in enumerate(translations, first_line):
+            if self.as_json:
+                tokenizer = self.tokenizer if arguments.token_probabilities else None
+                yield [json_line(as_record(next(sources), hypotheses, tokenizer))]
             else:
-                output.writelines(
-                    line + "\n" for line in formatted(number, hypotheses, arguments.n_best, arguments.scores)
-                )
-            if number % window == 0:
-                output.flush()
-    return 0
+                yield list(formatted(number, hypotheses, arguments.n_best, arguments.scores))
 
 
 def open_translator(arguments: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -81,7 +123,7 @@ def open_translator(arguments: argparse.Namespace) -> tuple[Any, PreTrainedToken
     """
     given = vars(arguments)
     options = {
-        "device": given.get("device"),
+        "device": given.get("device") or local_device(),
         "revision": given.get("revision"),
         "trust_remote_code": arguments.trust_remote_code,
     }

@@ -1,0 +1,184 @@
+"""A large file in parts: translated by several processes, and on from where a killed run stopped.
+
+Beside the output `F` grows a folder `F.parts` with one file for each so many lines of the input. A part appears whole
+or not at all, so that whoever starts again finds what is done. Processes share the parts by number: they meet at the
+start and then need only a file system that all of them see. When all parts are there the first process puts them
+together, in order, and removes the folder.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from vanilla_transformer.data import read_lines
+from vanilla_transformer.translation import open_output
+
+
+logger = logging.get_logger(__name__)
+
+RUN = "run.json"
+LINES_PER_PART = 2000  # enough for batches of like length, few enough to lose little and to share evenly
+
+
+def process_number() -> tuple[int, int]:
+    """Number of this process and of all, as `accelerate launch` and `torchrun` tell; 0 of 1 without them."""
+    try:
+        number, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise ValueError(f"RANK and WORLD_SIZE must be whole numbers: {error}") from error
+    if not 0 <= number < count:
+        raise ValueError(f"RANK must lie in [0, WORLD_SIZE={count}), got {number}.")
+    return number, count
+
+
+def local_device() -> str | None:
+    """The GPU of this process among several on a machine; None where it is the only one, or there is no GPU."""
+    if process_number()[1] == 1 or not torch.cuda.is_available():
+        return None
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+
+
+def write_in_parts(
+    source: str,
+    output: str,
+    settings: dict[str, Any],
+    work: Callable[[list[str], int], Iterable[str]],
+    *,
+    lines_per_part: int = LINES_PER_PART,
+    poll_seconds: float = 0.5,
+) -> None:
+    """Writes a file from another, line by line, in parts that a later call, or another process, need not do again.
+
+    Args:
+        source: A text file; UTF-8, .gz by name.
+        output: The file to write, .gz by name. Only the first process writes it, when all parts are there.
+        settings: Whatever the output depends on besides the source; JSON. Parts made with others are refused.
+        work: Called with the lines of a part and the number of the first one, from 1; gives lines without their ends.
+        lines_per_part: Lines of the source in each part but the last.
+        poll_seconds: How often the first process looks for the parts of the others.
+
+    Raises:
+        ValueError: The source or the output is no file, `F.parts` holds parts of another run, or RANK and WORLD_SIZE
+            make no sense.
+        OSError: A file cannot be read or written; finished parts stay.
+    """
+    number, count = process_number()
+    if source == "-" or not os.path.isfile(source):
+        raise ValueError(f"a translation in parts needs a file as input, got {source}.")
+    if output == "-" or (os.path.exists(output) and not os.path.isfile(output)):
+        raise ValueError(f"a translation in parts needs a file as output, got {output}.")
+    folder = Path(f"{output}.parts")
+    run = {"source": fingerprint(source), "lines_per_part": lines_per_part, **settings}
+    with meetings() as meet:
+        if number == 0:
+            claim(folder, run)
+        meet()
+        if number != 0:
+            claim(folder, run)
+        parts = -(-sum(1 for _ in read_lines(source)) // lines_per_part)
+        mine = {part for part in range(number, parts, count) if not (folder / name_of(part)).exists()}
+        meet()  # from here on nobody looks for what was done before, and so the first may clear it away at the end
+    for part, first_line, lines in blocks(source, lines_per_part):
+        if part in mine:
+            with open_output(str(folder / name_of(part))) as file:
+                file.writelines(f"{line}\n" for line in work(lines, first_line))
+    if number != 0:
+        return
+    wanted = [folder / name_of(part) for part in range(parts)]
+    while missing := [path for path in wanted if not path.exists()]:
+        if count == 1:
+            raise FileNotFoundError(f"{missing[0]} vanished while the others were made; start again.")
+        time.sleep(poll_seconds)
+    whole = folder / f"whole{'.gz' if output.lower().endswith('.gz') else ''}"
+    with open_output(str(whole)) as file:
+        for path in wanted:
+            with open(path, encoding="utf-8", newline="\n") as part_file:
+                shutil.copyfileobj(part_file, file)
+    target = os.path.realpath(output)  # a symbolic link stays one
+    if os.path.exists(target):
+        shutil.copymode(target, whole)
+    os.replace(whole, target)
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def meetings() -> Iterator[Callable[[], None]]:
+    """A function that returns when all processes have called it."""
+    if process_number()[1] == 1:
+        yield lambda: None
+        return
+    torch.distributed.init_process_group("gloo")
+    try:
+        yield torch.distributed.barrier
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def blocks(source: str, lines_per_part: int) -> Iterator[tuple[int, int, list[str]]]:
+    """Number from 0, number of the first line from 1, and lines of each part."""
+    lines, part = read_lines(source), 0
+    while held := list(islice(lines, lines_per_part)):
+        yield part, part * lines_per_part + 1, held
+        part += 1
+
+
+def name_of(part: int) -> str:
+    """File of a part."""
+    return f"part-{part:06d}"
+
+
+def claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Makes the folder of parts, or finds it with parts that were made by the same settings.
+
+    Raises:
+        ValueError: They were made by others.
+    """
+    text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
+    path = folder / RUN
+    folder.mkdir(exist_ok=True)
+    if not path.exists():
+        if any(folder.glob("part-*")):
+            raise ValueError(f"{folder} holds parts of a run that nobody knows; remove it, or give another --output.")
+        with open_output(str(path)) as file:
+            file.write(text)
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before == json.loads(text):
+        done = sum(1 for _ in folder.glob("part-*"))
+        if done and process_number()[0] == 0:
+            logger.warning(f"goes on with the {done} parts in {folder}")
+        return
+    differs = sorted(key for key in {*before, *settings} if before.get(key) != json.loads(text).get(key))
+    raise ValueError(
+        f"{folder} holds parts of another run (other {', '.join(differs)}); remove it to start anew, or give another "
+        "--output."
+    )
+
+
+def fingerprint(path: str) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
+
+
+def identity_of_model(name: str) -> list[Any]:
+    """What tells a model from another of the same name: of a folder, names, sizes and times of its weights."""
+    if not os.path.isdir(name):
+        return [name]
+    files = sorted(Path(name).glob("*.safetensors")) + sorted(Path(name).glob("model.bin"))
+    return [os.path.realpath(name), *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
+
+
+__all__ = ["LINES_PER_PART", "process_number", "write_in_parts"]

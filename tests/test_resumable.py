@@ -1,0 +1,214 @@
+"""Translation in parts: whatever stops it, and however many processes share it, line i belongs to line i."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import vanilla_transformer_cli as cli
+from small_models import small_model
+from vanilla_transformer import resumable
+from vanilla_transformer.resumable import process_number, write_in_parts
+
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS = ["red", "train", "leaves", "at", "seven", "dog", "sleeps", "under", "table", "cat"]
+
+
+def sentences(count: int) -> list[str]:
+    """Lines of unlike length, one in seven of them blank."""
+    return [
+        "" if number % 7 == 3 else " ".join(WORDS[(number * step) % 10] for step in range(1, 2 + number % 5))
+        for number in range(count)
+    ]
+
+
+@pytest.fixture
+def source(tmp_path) -> str:
+    path = tmp_path / "source.txt"
+    path.write_text("".join(f"line {number}\n" for number in range(1, 11)), encoding="utf-8")
+    return str(path)
+
+
+class Doubling:
+    """Two lines for each, with its number; counts what it was asked, and fails at a part on request."""
+
+    def __init__(self, fails_at: int = 0, error: BaseException | None = None):
+        self.asked: list[int] = []
+        self.fails_at = fails_at
+        self.error = error or OSError(28, "No space left on device", "part")
+
+    def __call__(self, lines, first_line):
+        self.asked.append(first_line)
+        for number, line in enumerate(lines, first_line):
+            if number == self.fails_at:
+                raise self.error
+            yield f"{number}: {line}"
+            yield line.upper()
+
+
+def doubled(count: int = 10) -> str:
+    return "".join(f"{number}: line {number}\nLINE {number}\n" for number in range(1, count + 1))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "part"), KeyboardInterrupt()])
+def test_what_was_done_before_an_error_is_not_done_again(source, tmp_path, error):
+    output = tmp_path / "output.txt"
+    output.write_text("of an earlier day\n")
+    first = Doubling(fails_at=8, error=error)
+    with pytest.raises(type(error)):
+        write_in_parts(source, str(output), {"beams": 4}, first, lines_per_part=3)
+    assert first.asked == [1, 4, 7]
+    assert output.read_text() == "of an earlier day\n"
+    parts = sorted(path.name for path in Path(f"{output}.parts").iterdir())
+    assert parts == ["part-000000", "part-000001", "run.json"]
+    second = Doubling()
+    write_in_parts(source, str(output), {"beams": 4}, second, lines_per_part=3)
+    assert second.asked == [7, 10]
+    assert output.read_text() == doubled()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["output.txt", "source.txt"]
+
+
+def test_parts_of_another_run_are_refused_and_stay(source, tmp_path):
+    output = str(tmp_path / "output.txt")
+    with pytest.raises(OSError, match="No space"):
+        write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(fails_at=5), lines_per_part=3)
+    for settings, told in (({"beams": 5, "model": "a"}, "other beams"), ({"beams": 4}, "other model")):
+        with pytest.raises(ValueError, match=rf"{told}\); remove it to start anew"):
+            write_in_parts(source, output, settings, Doubling(), lines_per_part=3)
+    with pytest.raises(ValueError, match="other lines_per_part"):
+        write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(), lines_per_part=4)
+    Path(source).write_text("".join(f"line {number}\n" for number in range(10, 0, -1)), encoding="utf-8")
+    with pytest.raises(ValueError, match="other source"):
+        write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(), lines_per_part=3)
+    assert (Path(f"{output}.parts") / "part-000000").read_text() == doubled(3)
+    (Path(f"{output}.parts") / "run.json").unlink()
+    with pytest.raises(ValueError, match="parts of a run that nobody knows"):
+        write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(), lines_per_part=3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 9, 10])
+def test_a_file_of_any_length_comes_out_whole(tmp_path, count):
+    source, output = tmp_path / "in.gz", tmp_path / "out.gz"
+    with gzip.open(source, "wt", encoding="utf-8") as file:
+        file.writelines(f"line {number}\n" for number in range(1, count + 1))
+    write_in_parts(str(source), str(output), {}, Doubling(), lines_per_part=3)
+    assert gzip.decompress(output.read_bytes()).decode() == doubled(count)
+
+
+def test_a_link_stays_one_and_a_mode_is_kept(source, tmp_path):
+    real, link = tmp_path / "real.txt", tmp_path / "link.txt"
+    real.touch(mode=0o600)
+    link.symlink_to(real)
+    write_in_parts(source, str(link), {}, Doubling(), lines_per_part=3)
+    assert link.is_symlink()
+    assert real.read_text() == doubled()
+    assert real.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("source_name, output_name", [("-", "out.txt"), ("{}", "-"), ("{}", "/dev/null")])
+def test_only_files_have_parts(source, tmp_path, monkeypatch, source_name, output_name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="a translation in parts needs a file as"):
+        write_in_parts(source_name.format(source), output_name, {}, Doubling())
+
+
+def test_a_process_without_a_place_among_the_others_is_refused(monkeypatch):
+    for rank, world in (("2", "2"), ("-1", "2"), ("one", "2")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(ValueError, match="RANK"):
+            process_number()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    model = small_model(vocab_size=len(tiny_tokenizer))
+    model.generation_config.max_new_tokens_over_source = 3
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("flags", [[], ["--n_best", "2"], ["--output_format", "jsonl"]], ids=str)
+def test_parts_give_the_lines_that_the_whole_gives(model, tmp_path, monkeypatch, flags):
+    """Numbers of lines too, which go on from part to part."""
+    monkeypatch.setattr(resumable.write_in_parts, "__kwdefaults__", {"lines_per_part": 8, "poll_seconds": 0.1})
+    source = tmp_path / "source.txt"
+    source.write_text("".join(f"{line}\n" for line in sentences(30)), encoding="utf-8")
+    common = ["translate", "--model", str(model), "--input", str(source), *flags]
+    assert cli.main([*common, "--output", str(tmp_path / "whole")]) == 0
+    assert cli.main([*common, "--output", str(tmp_path / "parts"), "--resumable"]) == 0
+    whole, parts = ((tmp_path / name).read_text().splitlines() for name in ("whole", "parts"))
+    if "jsonl" in flags:
+        whole, parts = ([json.loads(line)["hypotheses"][0]["text"] for line in lines] for lines in (whole, parts))
+    assert parts == whole
+    assert len({line for line in whole if line}) > 5
+
+
+def test_another_model_of_the_same_name_does_not_go_on(model, tmp_path, capsys):
+    source = tmp_path / "source.txt"
+    source.write_text("a dog sleeps\n", encoding="utf-8")
+    common = ["translate", "--model", str(model), "--input", str(source), "--output", str(tmp_path / "out")]
+    folder = tmp_path / "out.parts"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"model": [str(model), ["model.safetensors", 1, 2]]}))
+    assert cli.main([*common, "--resumable"]) == 2
+    assert "holds parts of another run" in capsys.readouterr().err
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **changes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, lines", [(2, 9000), (3, 2500)])
+def test_several_processes_share_a_file_and_the_lines_are_in_order(model, tmp_path, processes, lines):
+    """Also one more process than there are parts."""
+    source = tmp_path / "source.txt"
+    source.write_text("".join(f"{line}\n" for line in sentences(lines)), encoding="utf-8")
+    common = ["--model", str(model), "--num_beams", "1", "--input", str(source)]
+    assert cli.main(["translate", *common, "--output", str(tmp_path / "alone")]) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [*launch, str(ROOT / "scripts" / "translate.py"), *common, "--output", str(tmp_path / "shared")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "shared").read_bytes() == (tmp_path / "alone").read_bytes()
+    assert not (tmp_path / "shared.parts").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_translation_that_is_killed_goes_on_where_it_stopped(model, tmp_path, ends_by):
+    source, output = tmp_path / "source.txt", tmp_path / "output"
+    source.write_text("".join(f"{line}\n" for line in sentences(9000)), encoding="utf-8")
+    common = ["translate", "--model", str(model), "--num_beams", "1", "--input", str(source)]
+    command = [sys.executable, "-m", "vanilla_transformer_cli", *common, "--output", str(output), "--resumable"]
+    parts = Path(f"{output}.parts")
+    interrupted = 0
+    for _ in range(20):
+        process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+        before = len(list(parts.glob("part-*")))
+        while process.poll() is None and len(list(parts.glob("part-*"))) <= before:
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(ends_by)
+        errors = process.communicate(timeout=120)[1]
+        assert "Traceback" not in errors
+        if output.exists():
+            break
+        interrupted += 1
+        assert len(list(parts.glob("part-*"))) > before, "each attempt must bring the work forward"
+    assert interrupted >= 2
+    assert cli.main([*common, "--output", str(tmp_path / "alone")]) == 0
+    assert output.read_bytes() == (tmp_path / "alone").read_bytes()
+    assert not parts.exists()
