@@ -1019,6 +1019,50 @@ def test_the_fast_decoder_gives_the_models_numbers_whatever_descends_from_what(m
     assert forgotten == (forget_from == 4)
 
 
+def test_a_source_of_padding_alone_is_left_to_the_model(searches):
+    model = small_model()
+    ids = words(3, 5)
+    ids[1] = 1
+    ours = model.generate(ids)
+    searches.stock = True
+    assert torch.equal(ours, model.generate(ids))
+    assert searches.own == 1
+
+
+def test_the_fast_decoder_computes_in_the_precision_of_autocast():
+    """bfloat16 has 8 bits: both are as far from the exact numbers as that leads to."""
+    model = small_model()
+    mask = torch.ones(4, 6, dtype=torch.long)
+    tokens = torch.randint(3, model.config.vocab_size, (5, 4, 1))
+    answers = {}
+    for name, kind, enabled in (
+        ("exact", generation.BeamDecoder, False),
+        ("model", generation.BeamDecoder, True),
+        ("fast", generation.FastBeamDecoder, True),
+    ):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            states = model.get_encoder()(words(4, 6, seed=3), attention_mask=mask).last_hidden_state
+            decoder = kind(model, states, mask, 5)
+            answers[name] = torch.stack([decoder.step(each).float() for each in tokens])
+    errors = {name: (answers[name] - answers["exact"]).square().mean().sqrt().item() for name in ("model", "fast")}
+    assert 0 < errors["fast"] < 1.5 * errors["model"]
+
+
+def test_a_long_translation_finds_room(searches):
+    """Past the tokens, positions and hypotheses that are kept at first."""
+    model = small_model(eos_token_id=2)
+    with torch.no_grad():
+        model.lm_head.weight[2] = 0.0
+    for settings in ({"num_beams": 2}, {"num_beams": 1}):
+        searches.stock = False
+        ours = model.generate(words(2, 4), max_new_tokens=150, **settings)
+        searches.stock = True
+        stock = model.generate(words(2, 4), max_new_tokens=150, **settings)
+        assert ours.shape == stock.shape == (2, 151)
+        sames = (ours == stock).float().mean()
+        assert sames == 1.0
+
+
 def test_a_decoder_that_is_not_plain_is_left_to_the_model(searches):
     """With a hook, an adapter, a method of its own or parameters of another kind; the text stays that of the model."""
 

@@ -285,8 +285,7 @@ class FastBeamDecoder(BeamDecoder):
         self.dtype = weight.dtype
         if torch.is_autocast_enabled(weight.device.type):
             self.dtype = torch.get_autocast_dtype(weight.device.type)
-        steps = torch.arange(most_tokens, device=weight.device)[None]
-        self.positions = self.decoder.positions(steps, most_tokens, weight.dtype)[0]
+        self.positions = weight.new_zeros(0, config.d_model)
         self.head = self.matrix(model.lm_head)
         self.attend_to: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the encoder's output
         self.matrices: list[dict[str, Any]] = []
@@ -322,13 +321,19 @@ class FastBeamDecoder(BeamDecoder):
             kind = type(module)
             ours = kind.__module__.rpartition(".")[2] == "modeling_vanilla_transformer"
             hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            shaped = not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.ndim == 2  # and no flat piece
             if (
-                not (ours or kind in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Identity))
+                not shaped
+                or not (ours or kind in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Identity))
                 or "forward" in vars(module)
                 # Those of transformers that record outputs do so only where outputs are asked for.
                 or any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
                 or any(type(each.data) is not torch.Tensor for each in module.parameters(recurse=False))
             ):
+                return False
+        for layer in base.decoder.layers:
+            own = layer.self_attention
+            if len({each.bias is None for each in (own.q_proj, own.k_proj, own.v_proj)}) > 1:
                 return False
         devices = {each.device for each in (*base.decoder.parameters(), model.lm_head.weight)}
         types = {each.dtype for each in (*base.decoder.parameters(), model.lm_head.weight)}
@@ -370,6 +375,10 @@ class FastBeamDecoder(BeamDecoder):
             self.forget(tokens.shape[1])
         decoder = self.decoder
         x = F.embedding(tokens, decoder.embed_tokens.weight) * math.sqrt(decoder.config.d_model)
+        if self.steps > len(self.positions):
+            known = min(2 * self.steps + 62, self.most_tokens)  # twice as many as before
+            steps = torch.arange(known, device=x.device)[None]
+            self.positions = decoder.positions(steps, known, x.dtype)[0]
         x = x + self.positions[self.steps - 1]
         own_bias = self.added_to_scores(self.visible)
 
@@ -495,8 +504,9 @@ def beam_search(
     never = -1.0e9
     best_length_penalties = torch.tensor([int(n) ** length_penalty for n in limits.tolist()], device=device)
 
+    width = min(longest, 64)  # of the tokens kept; grows with them
     finished = {
-        "tokens": torch.zeros((batch, num_beams, longest), dtype=torch.long, device=device),
+        "tokens": torch.zeros((batch, num_beams, width), dtype=torch.long, device=device),
         "lengths": torch.zeros((batch, num_beams), dtype=torch.long, device=device),
         "scores": torch.full((batch, num_beams), never, device=device),
     }
@@ -512,6 +522,11 @@ def beam_search(
     first = torch.arange(candidates, device=device) < num_beams
 
     for length in range(1, longest + 1):
+        if length > width:
+            more = min(longest, 2 * width) - width
+            width += more
+            for each in (finished, results):
+                each["tokens"] = F.pad(each["tokens"], (0, more))
         logits = decoder.step(tokens).float()
         log_probs = torch.log_softmax(logits, dim=-1, out=logits)  # in its place, for memory is what it costs
         scores, parents, words = largest_sums(log_probs, running, candidates)
@@ -914,7 +929,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     def _decoder_of_search(self, states: torch.Tensor, mask: torch.Tensor, limits: torch.Tensor) -> BeamDecoder:
         """The fastest decoder that gives the model's numbers."""
-        kind = FastBeamDecoder if FastBeamDecoder.knows(self) else BeamDecoder
+        # A source of padding alone has no key to attend to, which the model knows what to do with.
+        plain = FastBeamDecoder.knows(self) and bool((mask != 0).any(dim=-1).all())
+        kind = FastBeamDecoder if plain else BeamDecoder
         return kind(self, states, mask, int(limits.max()))
 
     def _limits_of_plain_search(
