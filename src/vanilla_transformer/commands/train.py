@@ -165,6 +165,9 @@ def main(argv: list[str]) -> int:
             name: metrics[name] for name in ("train_loss", "eval_loss", "eval_bleu", "eval_chrf") if name in metrics
         }
         print(f"saved to {training_arguments.output_dir}: {json.dumps(summary)}")
+    # Processes that leave while others still talk to them can end in an abort.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
     return 0
 
 
