@@ -548,6 +548,10 @@ def test_the_card_of_a_mean_is_that_of_the_run_without_its_scores(capsys, tmp_pa
     assert "en to de" in card
     assert "the mean of 2 checkpoints: checkpoint-2, checkpoint-3" in card
     assert "12.5" not in card
+    # What the checkpoint itself knows counts more: the run's folder may tell of an earlier end.
+    TrainingRun(preset="tiny", updates=2, seconds=1.0).save(folder / "checkpoint-3")
+    assert run(capsys, "--run", folder, "--last", "2", "--output_dir", tmp_path / "later")[0] == 0
+    assert TrainingRun.load(tmp_path / "later").updates == 2
     # Of checkpoints of two runs neither's record holds.
     other = run_of(tmp_path / "other", [(7, 70)])
     named = [folder / "checkpoint-3", other / "checkpoint-7"]

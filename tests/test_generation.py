@@ -1063,6 +1063,26 @@ def test_a_long_translation_finds_room(searches):
         assert sames == 1.0
 
 
+@pytest.mark.parametrize("settings", [{"num_beams": 4}, {"num_beams": 3, "eos_token_id": [2, 3, 4]}], ids=str)
+def test_fewer_words_than_candidates_are_enough(searches, settings):
+    model = small_model(vocab_size=6)
+    ids = words(3, 5, vocab_size=6)
+    ours = model.generate(ids, max_new_tokens=7, **settings)
+    searches.stock = True
+    assert torch.equal(ours, model.generate(ids, max_new_tokens=7, **settings))
+    assert searches.own == 1
+
+
+def test_hooks_on_every_module_there_is_are_heard():
+    model = small_model()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        assert not generation.FastBeamDecoder.knows(model)
+    finally:
+        handle.remove()
+    assert generation.FastBeamDecoder.knows(model)
+
+
 def test_a_decoder_that_is_not_plain_is_left_to_the_model(searches):
     """With a hook, an adapter, a method of its own or parameters of another kind; the text stays that of the model."""
 

@@ -125,7 +125,7 @@ def test_the_text_tells_languages_data_effort_and_machine():
         "torch 2.13.0",
         "tiny with dropout=0.1",
         "multi30k\\_tiny",
-        "1,234,567 parameters",
+        "| parameters | 1,234,567 |",
         "max_steps: 3600",
         "27.34",
         "5.125",
@@ -231,7 +231,7 @@ def test_record_and_card_come_together_and_the_record_is_read_back(folder):
     assert TrainingRun.load(folder) == run
     card = ModelCard.load(folder / "README.md")
     assert card.data.model_name == "model"
-    assert f"{sum(p.numel() for p in varied_parameters(folder)):,} parameters" in card.content
+    assert f"| parameters | {sum(p.numel() for p in varied_parameters(folder)):,} |" in card.content
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
@@ -427,8 +427,12 @@ def test_a_model_fine_tuned_in_python_tells_of_its_base(tiny_tokenizer, tmp_path
     tuned.train()
     tuned.save_model()
     run = TrainingRun.load(tmp_path / "tuned")
-    assert (run.base_model, run.source_lang, run.target_lang, run.preset) == ("base", "en", "de", "tiny")
-    assert "| fine-tuned from | base |" in (tmp_path / "tuned" / "README.md").read_text()
+    assert (run.base_model, run.source_lang, run.target_lang, run.preset) == (
+        "base (a local folder)",
+        *("en", "de", "tiny"),
+    )
+    assert "base_model" not in metadata((tmp_path / "tuned" / "README.md").read_text()), "no repository of that name"
+    assert "| fine-tuned from | base (a local folder) |" in (tmp_path / "tuned" / "README.md").read_text()
     assert base.run.base_model is None
 
 
@@ -436,17 +440,52 @@ def test_the_card_says_of_decoding_what_is_not_neutral():
     settings = GenerationConfig(num_beams=4, length_penalty=0.5, max_length=512, no_repeat_ngram_size=2)
     text = decoding_text(settings)
     assert text == "beam 4, length penalty n ** 0.5, at most 512 tokens, no_repeat_ngram_size 2"
+    assert decoding_text(settings, 1, 13) == "greedy, at most 12 tokens, no_repeat_ngram_size 2"
+
+
+def test_a_best_update_that_was_never_saved_is_not_told_as_kept(tiny_tokenizer, tmp_path):
+    trainer = trainer_for(
+        tiny_tokenizer,
+        tmp_path,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        learning_rate=0.3,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # the first update's is the largest here
+        generation_max_length=9,
+        generation_num_beams=1,
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert trainer.state.best_model_checkpoint is None
+    assert trainer.run.kept_update is None
+    (evaluation,) = trainer.run.evaluations
+    assert evaluation["decoding"] == "greedy, at most 8 tokens"
+
+
+def test_a_second_resume_does_not_make_the_unknown_known(tiny_tokenizer, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer_for(tiny_tokenizer, tmp_path, max_steps=2, **saving).train()
+    (tmp_path / "checkpoint-2" / "training_run.json").unlink()
+    for steps in (4, 6):
+        trainer = trainer_for(tiny_tokenizer, tmp_path, max_steps=steps, **saving)
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.run.resumed_at == 2
 
 
 def test_unknown_languages_leave_whole_sentences():
     card = str(
         model_card(VanillaTransformerConfig(), TrainingRun(preset="base"), model_id="user/model", num_parameters=7)
     )
-    assert "preset base, 7 parameters, for translation." in card
+    assert "preset base, for translation." in card
     assert "It knows one direction and the kind of text" in card
     changed = TrainingRun(preset="base", config_overrides=["d_model=32"])
     card = str(model_card(VanillaTransformerConfig(), changed, model_id="user/model", num_parameters=7))
-    assert "a shape of its own, 7 parameters" in card
+    assert "a shape of its own, for translation." in card
 
 
 def test_other_models_in_our_trainer_get_the_stock_card(tiny_tokenizer, tmp_path):

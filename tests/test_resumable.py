@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import vanilla_transformer_cli as cli
 from small_models import small_model
 from vanilla_transformer import resumable
-from vanilla_transformer.resumable import process_number, write_in_parts
+from vanilla_transformer.resumable import identity_of_model, process_number, write_in_parts
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,9 +91,52 @@ def test_parts_of_another_run_are_refused_and_stay(source, tmp_path):
     with pytest.raises(ValueError, match="other source"):
         write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(), lines_per_part=3)
     assert (Path(f"{output}.parts") / "part-000000").read_text() == doubled(3)
+    for broken in ("[]", "{"):
+        (Path(f"{output}.parts") / "run.json").write_text(broken)
+        with pytest.raises(ValueError, match="is no record of a run"):
+            write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(), lines_per_part=3)
     (Path(f"{output}.parts") / "run.json").unlink()
-    with pytest.raises(ValueError, match="parts of a run that nobody knows"):
+    with pytest.raises(ValueError, match="is not empty and no folder of parts"):
         write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(), lines_per_part=3)
+
+
+def test_what_someone_keeps_in_the_folder_of_parts_stays(source, tmp_path):
+    output, mine = str(tmp_path / "output.txt"), tmp_path / "output.txt.parts" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match="is not empty and no folder of parts"):
+        write_in_parts(source, output, {}, Doubling())
+    mine.unlink()
+
+    def leaving_a_note(lines, first_line):
+        mine.write_text("mine")
+        yield from Doubling()(lines, first_line)
+
+    write_in_parts(source, output, {}, leaving_a_note)
+    assert Path(output).read_text() == doubled()
+    assert [path.name for path in mine.parent.iterdir()] == ["notes.txt"]
+
+
+def test_settings_may_change_as_long_as_no_part_is_done(source, tmp_path):
+    output = str(tmp_path / "output.txt")
+    with pytest.raises(OSError, match="No space"):
+        write_in_parts(source, output, {"beams": 4}, Doubling(fails_at=1), lines_per_part=3)
+    write_in_parts(source, output, {"beams": 5}, Doubling(), lines_per_part=3)
+    assert Path(output).read_text() == doubled()
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "tokenizer_config.json", "config.json", "model.safetensors"]
+)
+def test_a_model_is_another_one_after_any_change_that_translations_depend_on(model, tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    before = identity_of_model(str(folder))
+    (folder / "README.md").write_text("A card.")
+    (folder / "training_run.json").write_text("{}")
+    assert identity_of_model(str(folder)) == before
+    os.utime(folder / name, ns=(1, 1))
+    assert identity_of_model(str(folder)) != before
 
 
 @pytest.mark.parametrize("count", [0, 1, 9, 10])
@@ -162,6 +206,7 @@ def test_another_model_of_the_same_name_does_not_go_on(model, tmp_path, capsys):
     folder = tmp_path / "out.parts"
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"model": [str(model), ["model.safetensors", 1, 2]]}))
+    (folder / "part-000000").write_text("of another model\n")
     assert cli.main([*common, "--resumable"]) == 2
     assert "holds parts of another run" in capsys.readouterr().err
 

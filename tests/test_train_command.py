@@ -241,7 +241,10 @@ def test_a_fine_tuned_model_tells_of_its_base(tmp_path, run, files):
     arguments = ["--model", base, *QUICK, "--max_steps", "1", "--learning_rate", "0.001", "--save_strategy", "no"]
     assert train(*flags(files), *arguments, "--output_dir", tmp_path / "tuned") == 0
     tuned = TrainingRun.load(tmp_path / "tuned")
-    assert (tuned.source_lang, tuned.target_lang, tuned.preset, tuned.base_model) == ("en", "de", "tiny", "base")
+    assert (tuned.source_lang, tuned.target_lang, tuned.preset, tuned.base_model) == (
+        *("en", "de", "tiny"),
+        "base (a local folder)",
+    )
     assert tuned.config_overrides == record.config_overrides == SHAPE
     given = ["--source_lang", "fr", "--target_lang", "it"]
     assert train(*flags(files), *arguments, *given, "--output_dir", tmp_path / "other") == 0
@@ -465,12 +468,13 @@ def test_without_further_settings_the_papers_updates_and_the_best_bleu_of_the_ep
         ("--eval_steps 50", ("steps", "steps", 50, 50, True)),
         ("--save_steps 50", ("steps", "steps", 50, 50, True)),
         ("--save_strategy steps --logging_steps 20", ("steps", "steps", 20, 20, True)),
-        ("--eval_steps 50 --save_steps 100", ("steps", "steps", 50, 100, True)),
+        ("--eval_steps 50 --save_steps 100", ("steps", "steps", 50, 100, False)),
         ("--eval_steps 50 --save_steps 70", ("steps", "steps", 50, 70, False)),
         ("--eval_strategy steps --eval_steps 50 --save_strategy epoch", ("steps", "epoch", 50, 500, False)),
         ("--save_strategy epoch", ("epoch", "epoch", None, 500, True)),
         ("--eval_steps 50 --save_strategy best", ("steps", "best", 50, 500, True)),
         ("--eval_steps 50 --save_strategy no", ("steps", "no", 50, 500, False)),
+        ("--eval_steps 10 --save_steps 0.5", ("steps", "steps", 10, 0.5, False)),
         ("--eval_strategy no", ("no", "steps", None, 500, False)),
         ("--eval_steps 50 --load_best_model_at_end false", ("steps", "steps", 50, 50, False)),
     ],
@@ -485,6 +489,45 @@ def test_what_is_given_of_evaluating_and_saving_holds_for_both_and_the_best_is_k
     assert found == expected
     told = "the last model will be kept, not the best" in caplog.text
     assert told == (not expected[-1] and "load_best" not in given and expected[0] != "no")
+
+
+@pytest.mark.parametrize(
+    "written, expected",
+    [
+        ("eval_strategy: no\nsave_strategy: no\n", ("no", "no", False)),
+        ("eval_strategy: null\neval_steps: 10\n", ("steps", "steps", True)),
+        ("load_best_model_at_end: null\neval_steps: 10\n", ("steps", "steps", True)),
+    ],
+)
+def test_a_recipe_may_say_no_or_leave_open(tmp_path, files, written, expected):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(written)
+    _, args = parsed(*flags(files), "--output_dir", tmp_path / "out", "--recipe", recipe)
+    assert (args.eval_strategy, args.save_strategy, args.load_best_model_at_end) == expected
+
+
+def test_a_recipe_with_a_list_for_a_number_is_refused(capsys, tmp_path, files):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("eval_steps: [10]\n")
+    assert "--eval_steps must be a number above 0" in refused(capsys, tmp_path, *flags(files), "--recipe", recipe)
+
+
+def test_a_fine_tuning_run_that_is_resumed_still_tells_of_its_base(tmp_path, run, files):
+    common = [
+        *QUICK,
+        "--learning_rate",
+        "0.001",
+        "--save_steps",
+        "1",
+        "--eval_strategy",
+        "no",
+        "--save_strategy",
+        "steps",
+    ]
+    common += ["--output_dir", tmp_path / "tuned"]
+    assert train(*flags(files), "--model", run, "--max_steps", "1", *common) == 0
+    assert train(*flags(files), *SMALL, "--max_steps", "2", *common, "--resume_from_checkpoint", "true") == 0
+    assert TrainingRun.load(tmp_path / "tuned").base_model == f"{run.name} (a local folder)"
 
 
 def test_a_warm_up_that_is_too_short_for_equation_3_is_told(tmp_path, files, caplog, monkeypatch):
@@ -627,6 +670,9 @@ WRONG_ARGUMENTS = {
         ["--tokens_per_batch", "--per_device_train_batch_size"],
     ),
     "no tokens": (["--tokens_per_batch", "0"], ["tokens_per_batch"]),
+    "no updates between evaluations": (["--eval_steps", "0"], ["--eval_steps must be a number above 0, got 0"]),
+    "fewer than none": (["--save_steps", "-5"], ["--save_steps must be a number above 0, got -5"]),
+    "best of nothing": (["--save_strategy", "best", "--eval_strategy", "no"], ["saves nothing without an evaluation"]),
     "stock smoothing": (["--label_smoothing_factor", "0.1"], ["label_smoothing_factor", "config_overrides"]),
     "unknown recipe": (["--recipe", "nosuch"], ["nosuch", "multi30k_tiny", "wmt14_base"]),
     "unknown metric": (["--metric_for_best_model", "blue"], ["blue", "bleu"]),

@@ -236,7 +236,8 @@ class BeamDecoder:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits after one more token of each hypothesis: `(batch, n)` to `(batch, n, vocab_size)`."""
         own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(tokens.shape[0], -1, -1)
-        self.visible = torch.cat([self.visible, own], dim=-1)
+        past = self.visible if self.steps else self.visible.expand(-1, tokens.shape[1], -1)
+        self.visible = torch.cat([past, own], dim=-1)
         self.steps += 1
         return self.logits(tokens)
 
@@ -317,6 +318,9 @@ class FastBeamDecoder(BeamDecoder):
     def knows(model: Any) -> bool:
         """Whether the decoder is made of this package's layers and plain matrices, without hooks and adapters."""
         base = model.model
+        everywhere = nn.modules.module
+        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+            return False
         for module in (model, base, model.lm_head, *base.decoder.modules()):
             kind = type(module)
             ours = kind.__module__.rpartition(".")[2] == "modeling_vanilla_transformer"
@@ -650,7 +654,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     - the start token is that of training, `config.decoder_start_token_id`, unless the call gives another; special
       tokens that the settings lack are those of the model's configuration;
     - plain beam and greedy searches run in `beam_search` and `greedy_search`, with the same results (hypotheses whose
-      scores are equal to six digits may change places).
+      scores are equal to six digits, or in half precision as far as it rounds, may change places).
 
     Source: Vaswani et al. 2017, section 6.1.
     """

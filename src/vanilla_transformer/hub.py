@@ -189,6 +189,11 @@ class TrainingRun:
         self.evaluations = [each for each in self.evaluations if not same(each)] + [dict(evaluation)]
 
 
+def name_of_base(model: str) -> str:
+    """What a card calls the model that was fine-tuned: its name on the Hub, or that of its folder, told apart."""
+    return f"{Path(model).resolve().name} (a local folder)" if Path(model).exists() else model
+
+
 def record_of(model: str) -> TrainingRun:
     """The record of a model in a folder or on the Hub; an empty one where it has none that can be read."""
     record = cached_file(
@@ -286,7 +291,7 @@ def model_card(
         title=plain(name),
         summary=(
             f"A Transformer as in [Attention Is All You Need](https://arxiv.org/abs/1706.03762), {kind}, "
-            f"{num_parameters:,} parameters, for translation{f': {direction(run)}' if languages_known else ''}."
+            f"for translation{f': {direction(run)}' if languages_known else ''}."
         ),
         use=use_section(model_id),
         results=results_section(run),
@@ -417,8 +422,16 @@ def departures_text(config: VanillaTransformerConfig) -> str:
     return f"Departures from the paper: {', '.join(found)}." if found else "Departures from the paper: none."
 
 
-def decoding_text(generation_config: GenerationConfig | None, num_beams: int | None = None) -> str:
-    """The settings of `generate()` in words; None means those of a new model, and `num_beams` replaces theirs."""
+def decoding_text(
+    generation_config: GenerationConfig | None, num_beams: int | None = None, max_length: int | None = None
+) -> str:
+    """The settings of `generate()` in words.
+
+    Args:
+        generation_config: None means those of a new model.
+        num_beams: Replaces theirs.
+        max_length: Replaces every limit of theirs, the start token counted.
+    """
     settings = generation_config
     if settings is None:
         return "beam 4, length penalty ((5 + n) / 6) ** 0.6, at most source + 50 tokens (section 6.1)"
@@ -427,7 +440,9 @@ def decoding_text(generation_config: GenerationConfig | None, num_beams: int | N
     if beams > 1 and settings.length_penalty:
         gnmt = getattr(settings, "length_penalty_type", None) == "gnmt"
         words.append(f"length penalty {'((5 + n) / 6)' if gnmt else 'n'} ** {settings.length_penalty}")
-    if (over := getattr(settings, "max_new_tokens_over_source", None)) is not None:
+    if max_length is not None:
+        words.append(f"at most {max_length - 1} tokens")
+    elif (over := getattr(settings, "max_new_tokens_over_source", None)) is not None:
         words.append(f"at most source + {over} tokens")
     elif (most := settings.max_new_tokens or settings.max_length) is not None:
         words.append(f"at most {most} tokens")

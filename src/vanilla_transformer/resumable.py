@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from vanilla_transformer.data import read_lines
 from vanilla_transformer.translation import open_output
@@ -108,7 +108,7 @@ def write_in_parts(
     if os.path.exists(target):
         shutil.copymode(target, whole)
     os.replace(whole, target)
-    shutil.rmtree(folder)
+    clear(folder)
 
 
 @contextlib.contextmanager
@@ -146,22 +146,38 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
     path = folder / RUN
     folder.mkdir(exist_ok=True)
-    if not path.exists():
-        if any(folder.glob("part-*")):
-            raise ValueError(f"{folder} holds parts of a run that nobody knows; remove it, or give another --output.")
+    parts = list(folder.glob("part-*"))
+    if not path.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and no folder of parts; move it, or give another --output.")
+    try:
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError:
+        before = None
+    if not isinstance(before, dict):
+        raise ValueError(f"{path} is no record of a run; remove {folder} to start anew, or give another --output.")
+    wanted = json.loads(text)
+    if before != wanted and not parts and process_number()[0] == 0:  # nothing is lost
         with open_output(str(path)) as file:
             file.write(text)
-    before = json.loads(path.read_text(encoding="utf-8"))
-    if before == json.loads(text):
-        done = sum(1 for _ in folder.glob("part-*"))
-        if done and process_number()[0] == 0:
-            logger.warning(f"goes on with the {done} parts in {folder}")
+        before = wanted
+    if before == wanted:
+        if parts and process_number()[0] == 0:
+            logger.warning(f"goes on with the {len(parts)} parts in {folder}")
         return
-    differs = sorted(key for key in {*before, *settings} if before.get(key) != json.loads(text).get(key))
+    differs = sorted(key for key in {*before, *wanted} if before.get(key) != wanted.get(key))
     raise ValueError(
         f"{folder} holds parts of another run (other {', '.join(differs)}); remove it to start anew, or give another "
         "--output."
     )
+
+
+def clear(folder: Path) -> None:
+    """Removes what a run left in the folder of parts, and the folder, unless someone has put something into it."""
+    for pattern in ("part-*", ".part-*.tmp", ".run.json.*.tmp", ".whole*.tmp", RUN):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def fingerprint(path: str) -> dict[str, Any]:
@@ -173,11 +189,18 @@ def fingerprint(path: str) -> dict[str, Any]:
     return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
 
 
-def identity_of_model(name: str) -> list[Any]:
-    """What tells a model from another of the same name: of a folder, names, sizes and times of its weights."""
+def identity_of_model(name: str, revision: str | None = None) -> list[Any]:
+    """What tells a model from another of the same name: names, sizes and times of a folder's files; a Hub's commit."""
     if not os.path.isdir(name):
-        return [name]
-    files = sorted(Path(name).glob("*.safetensors")) + sorted(Path(name).glob("model.bin"))
+        path = cached_file(name, "config.json", revision=revision)
+        return [name, Path(path).parent.name if path else None]
+    told = (".json", ".safetensors", ".bin", ".spm", ".model", ".txt", ".jinja")
+    untold = ("training_run.json", "trainer_state.json", "results.json")  # which say nothing of translations
+    files = sorted(
+        file
+        for file in Path(name).iterdir()
+        if file.is_file() and file.name.endswith(told) and not file.name.endswith(untold)
+    )
     return [os.path.realpath(name), *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
 
 

@@ -41,6 +41,7 @@ from vanilla_transformer.hub import (
     TrainingRun,
     changed_arguments,
     decoding_text,
+    name_of_base,
     record_of,
     shapes_in,
     write_model_card,
@@ -464,9 +465,18 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         """Writes what the run was so far into `run`, for the model card."""
         run, before = self.run, self._record_at_resume
         known = before.target_tokens is not None and before.seconds is not None
-        run.resumed_at = self._resumed_at if self._resumed_at and not known else None
+        # The update since which tokens and time are counted; None where that is the first.
+        run.resumed_at = before.resumed_at if known else self._resumed_at or None
+        if before.base_model and run.base_model is None:
+            run.base_model, run.preset, run.config_overrides = (
+                before.base_model,
+                before.preset,
+                before.config_overrides,
+            )
+        for name in ("source_lang", "target_lang"):
+            setattr(run, name, getattr(run, name) or getattr(before, name))
         if run.base_model is None and (origin := str(getattr(self.model.config, "_name_or_path", "") or "")):
-            run.base_model = Path(origin).resolve().name if Path(origin).exists() else origin
+            run.base_model = name_of_base(origin)
             base = record_of(origin)
             for name in ("source_lang", "target_lang", "preset", "config_overrides"):
                 setattr(run, name, getattr(run, name) or getattr(base, name))
@@ -481,9 +491,10 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         run.seconds = round(seconds, 1)
         run.processes = self.accelerator.num_processes
         run.note_machine()
-        kept_at = self.state.global_step
-        if self.args.load_best_model_at_end and self.state.best_global_step:
-            kept_at = self.state.best_global_step
+        kept_at, best = self.state.global_step, self.state.best_model_checkpoint
+        # The best one may never have been saved; what is loaded at the end is the best of those that were.
+        if self.args.load_best_model_at_end and best:
+            kept_at = int(str(best).rpartition("-")[2])
         run.kept_update = kept_at if kept_at != self.state.global_step else None
         for entry in self.state.log_history:
             if entry["step"] == kept_at:
@@ -522,13 +533,15 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         if not self._measures_bleu or "eval_bleu" not in metrics or not hasattr(self.eval_dataset, "__len__"):
             return
         signatures = corpus_scores(["a"], [["a"]])
-        beams = getattr(self, "_gen_kwargs", {}).get("num_beams")
+        given = getattr(self, "_gen_kwargs", {})
         self.run.add_evaluation(
             {
                 "name": "validation text",
                 "dataset": self.run.dataset,
                 "segments": len(self.eval_dataset),
-                "decoding": decoding_text(self.model.generation_config, num_beams=beams),
+                "decoding": decoding_text(
+                    self.model.generation_config, given.get("num_beams"), given.get("max_length")
+                ),
                 "perplexity": perplexity_of(metrics["eval_loss"]) if "eval_loss" in metrics else None,
                 **{
                     name: {"score": metrics[f"eval_{name}"], "signature": signatures[name]["signature"]}

@@ -51,7 +51,10 @@ def tell_of_average(folder: str, checkpoints: list[Path] | list[str]) -> None:
     run = TrainingRun()
     if len(runs) == 1:
         try:
-            run = TrainingRun.load(next(iter(runs)))
+            # The checkpoint knows how far the run was; what the run's folder says may be of an earlier end.
+            run = TrainingRun.load(checkpoints[-1])
+            if run == TrainingRun():
+                run = TrainingRun.load(next(iter(runs)))
         except ValueError as error:
             logger.warning("the card will not tell of the training: %s", error)
     run.averaged = [Path(checkpoint).resolve().name for checkpoint in checkpoints]

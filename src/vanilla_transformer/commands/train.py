@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
 from vanilla_transformer.data import load_pairs, tokenize_pairs
-from vanilla_transformer.hub import TrainingRun, record_of
+from vanilla_transformer.hub import TrainingRun, name_of_base, record_of
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.training import (
     VanillaTransformerTrainer,
@@ -161,9 +161,8 @@ def main(argv: list[str]) -> int:
         metrics = {**metrics, **scores}
     trainer.save_model()
     if trainer.is_world_process_zero():
-        summary = {
-            name: metrics[name] for name in ("train_loss", "eval_loss", "eval_bleu", "eval_chrf") if name in metrics
-        }
+        told = ("train_loss", "eval_loss", "eval_bleu", "eval_chrf")[0 if trainer.updates_made else 1 :]
+        summary = {name: metrics[name] for name in told if name in metrics}
         print(f"saved to {training_arguments.output_dir}: {json.dumps(summary)}")
     # Processes that leave while others still talk to them can end in an abort.
     trainer.accelerator.wait_for_everyone()
@@ -196,7 +195,7 @@ def describe(run: TrainingRun, arguments: TrainArguments) -> None:
     if arguments.model is None:
         run.preset, run.config_overrides = arguments.preset, arguments.config_overrides
     else:
-        run.base_model = Path(arguments.model).resolve().name if Path(arguments.model).exists() else arguments.model
+        run.base_model = name_of_base(arguments.model)
         base = record_of(arguments.model)
         run.preset, run.config_overrides = base.preset, base.config_overrides
         run.source_lang, run.target_lang = run.source_lang or base.source_lang, run.target_lang or base.target_lang
@@ -234,7 +233,7 @@ def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingAr
         resume and Path(chosen["output_dir"]).resolve() in Path(resume).resolve().parents
     )
     check_output_folder(str(chosen["output_dir"]), bool(own))
-    parser.set_defaults(**defaults, **{name: None for name, value in recipe.items() if value is None})
+    parser.set_defaults(**{**{name: None for name, value in recipe.items() if value is None}, **defaults})
     # What comes later on a command line counts, so a recipe is what stands before it.
     arguments, training_arguments = parser.parse_args_into_dataclasses(
         [*as_flags(recipe), *argv], look_for_args_file=False
@@ -300,6 +299,9 @@ def settle(given: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
         leave_out(*fixed)
 
     chosen = {**recipe, **given}
+    for name in ("eval_steps", "save_steps", "logging_steps"):
+        if chosen.get(name) is not None and number_of(chosen[name]) <= 0:
+            raise ValueError(f"--{name} must be a number above 0, got {chosen[name]}.")
     defaults: dict[str, Any] = {}
     if not {"max_steps", "num_train_epochs"} & set(chosen):
         defaults["max_steps"] = PAPER_UPDATES
@@ -366,20 +368,23 @@ def when_to_evaluate_and_save(chosen: dict[str, Any]) -> dict[str, Any]:
         if chosen.get(name.replace("strategy", "steps")) is not None:
             given.setdefault(name, "steps")
     evaluation, saving = given.get("eval_strategy"), given.get("save_strategy")
-    if evaluation == "no":
-        return {}
     evaluation = evaluation or (saving if saving in ("steps", "epoch") else "epoch")
     saving = saving or (evaluation if evaluation in ("steps", "epoch") else "epoch")
     defaults: dict[str, Any] = {"eval_strategy": evaluation, "save_strategy": saving, "save_total_limit": 2}
     each = {name: chosen.get(name) for name in ("eval_steps", "save_steps")}
     both_by_steps = evaluation == saving == "steps"
+    if saving == "best" and evaluation == "no":
+        raise ValueError("--save_strategy best saves nothing without an evaluation; leave --eval_strategy no out.")
+    if evaluation == "no":
+        return {}
     if both_by_steps:  # transformers would evaluate after logging_steps and save after 500
         steps = each["eval_steps"] or each["save_steps"] or chosen.get("logging_steps") or 500
         each = {name: value or steps for name, value in each.items()}
         defaults.update(each)
+    # Where only some of the evaluated models are saved, the best may not be among them.
     together = saving == "best" or evaluation == saving
-    if together and both_by_steps and all(number_of(value) >= 1 for value in each.values()):
-        together = number_of(each["save_steps"]) % number_of(each["eval_steps"]) == 0
+    if both_by_steps:
+        together = number_of(each["save_steps"]) == number_of(each["eval_steps"])
     if saving != "no" and together:
         defaults["load_best_model_at_end"] = True
     elif chosen.get("load_best_model_at_end") is None:
@@ -417,7 +422,8 @@ def read_recipe(name: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ValueError(f"{path} must hold settings, NAME: VALUE on each line.")
-    return settings
+    # YAML reads the word no as false.
+    return {name: "no" if value is False and name.endswith("_strategy") else value for name, value in settings.items()}
 
 
 def check_output_folder(output_dir: str, resumes: bool) -> None:

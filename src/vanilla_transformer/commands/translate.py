@@ -57,7 +57,7 @@ def translate_in_parts(arguments: argparse.Namespace) -> None:
     """
     ignored = ("input", "output", "model", "device", "tokens_per_batch", "window", "resumable")
     settings = {name: value for name, value in vars(arguments).items() if name not in ignored}
-    settings["model"] = identity_of_model(arguments.model)
+    settings["model"] = identity_of_model(arguments.model, vars(arguments).get("revision"))
     translators: list[Translator] = []  # opened with the first part that is to be done
 
     def work(lines: list[str], first_line: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ common lies in `weights` (opening them without running code, taking tensors by n
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -217,7 +218,8 @@ def write_card(
     if (scores := section(body, "results")) and "segments" in scores and not scores.startswith(before):
         body = replace_section(body, "results", f"{before}\n\n{scores}")
     run = record_of(folder, name, revision)
-    if section(body, "model") is not None:
+    if section(body, "model") is not None:  # a card of this package
+        body = re.sub(r"^# .*$", lambda _: f"# {plain(folder.name)}", body, count=1, flags=re.MULTILINE)
         body = replace_section(body, "model", model_section(config, run, parameters_in(folder)))
     kept = [tag for tag in data.get("tags") or [] if tags.get(tag, True)]
     data["tags"] = list(dict.fromkeys(["translation", *kept, *(tag for tag, wanted in tags.items() if wanted)]))
