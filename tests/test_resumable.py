@@ -231,6 +231,12 @@ def test_several_processes_share_a_file_and_the_lines_are_in_order(model, tmp_pa
     assert not (tmp_path / "shared.parts").exists()
 
 
+def heed_signals() -> None:
+    """In the new process: whoever started the tests may have had these signals ignored, as for a background job."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_translation_that_is_killed_goes_on_where_it_stopped(model, tmp_path, ends_by):
@@ -241,7 +247,9 @@ def test_a_translation_that_is_killed_goes_on_where_it_stopped(model, tmp_path, 
     parts = Path(f"{output}.parts")
     interrupted = 0
     for _ in range(20):
-        process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=environment(), stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
+        )
         before = len(list(parts.glob("part-*")))
         while process.poll() is None and len(list(parts.glob("part-*"))) <= before:
             time.sleep(0.01)
