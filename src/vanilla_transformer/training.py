@@ -310,6 +310,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         self._target_tokens_of_run: Any = 0
         self._target_tokens_since = time.perf_counter()
         self.run = TrainingRun()
+        self._resumed_at, self._record_at_resume = 0, TrainingRun()
         self._sentences = 0
         self._evaluation_steps: int | None = None
 
