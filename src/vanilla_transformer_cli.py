@@ -48,6 +48,9 @@ COMPUTE_TYPES = (
 # Whose errors tell of the Hub or of the way there; the client's HTTP library has changed its name.
 HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
+# Kernels that torch's matrix library keeps, one a shape. Its own 1,024 take gigabytes where lengths vary.
+KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+
 EXIT_USER_ERROR = 2
 EXIT_SIGNAL = 128  # plus the signal's number
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -682,6 +685,7 @@ def run(verb: str, argv: list[str]) -> int:
     prog = f"{PROGRAM} {verb}"
     if verb in PARSERS:
         PARSERS[verb]().parse_args(argv)  # before the slow import, and again in the verb itself
+    os.environ.setdefault(*KERNEL_CACHE)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"{prog}: %(levelname)s: %(message)s"))
     package_logger = logging.getLogger("vanilla_transformer")

@@ -319,6 +319,18 @@ def test_fused_and_written_out_attention_agree_in_forward_and_gradients(rows, so
         assert_same_gradients(results[1][1], results[0][1])
 
 
+@pytest.mark.parametrize("keys", [1, 15, 16, 17])
+@pytest.mark.parametrize("shape", [(3, 1, 1, "keys"), (1, 1, 5, "keys"), (3, 2, 5, 1)])
+def test_a_mask_of_any_shape_hides_the_same_of_few_keys_as_of_many(keys, shape):
+    """Rows shorter than the processor's vectors are filled up; equation (1) in float64 knows nothing of that."""
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (torch.randn(3, 2, n, 4, generator=generator).double() for n in (5, keys, keys))
+    mask = torch.rand([keys if n == "keys" else n for n in shape], generator=generator) < 0.7
+    scores = (query @ key.transpose(2, 3) / 2).masked_fill(~mask.expand(3, 2, 5, keys), -torch.inf)
+    expected = torch.softmax(scores, dim=-1).nan_to_num() @ value  # nothing for a query without a key
+    assert_close(fast_scaled_dot_product_attention(query, key, value, mask), expected)
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_future_target_tokens_do_not_change_past_logits(attention):
     model = small_model(attn_implementation=attention)

@@ -1900,6 +1900,28 @@ def test_freed_memory_is_kept_only_where_there_is_glibc(monkeypatch):
     assert loaded == [None]
 
 
+@pytest.mark.parametrize("given, again", [(None, "cache_miss"), ("1024", "cache_hit")])
+def test_kernels_of_old_shapes_are_forgotten_unless_the_user_wants_them(given, again):
+    """By oneDNN's own log: a shape is multiplied, then 200 others, then the first again."""
+    script = """
+import torch
+from vanilla_transformer.training import keep_few_kernels
+keep_few_kernels()
+weight = torch.ones(32, 64, dtype=torch.bfloat16)
+for rows in (7, *range(8, 208), 7):
+    torch.nn.functional.linear(torch.ones(rows, 64, dtype=torch.bfloat16), weight)
+"""
+    environment = {**os.environ, "ONEDNN_VERBOSE": "2"}
+    environment.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY", None)
+    if given is not None:
+        environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = given
+    told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    created = [line for line in told.stdout.splitlines() if ",create:" in line]
+    if len(created) < 202:
+        pytest.skip("bfloat16 matrices are multiplied by another library here")
+    assert again in created[-1]
+
+
 @pytest.mark.parametrize("device, calls", [("cpu", 1), ("meta", 0)])
 def test_freed_memory_is_kept_only_for_training_on_a_processor(tmp_path, monkeypatch, device, calls):
     called = []

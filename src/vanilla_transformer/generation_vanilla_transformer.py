@@ -35,6 +35,9 @@ logger = logging.get_logger(__name__)
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hub")
 
+# On a CPU a softmax over fewer numbers takes ten times as long a number; shorter rows are filled up with masked keys.
+MIN_KEYS_FOR_SOFTMAX = 16
+
 # transformers renamed `past_key_values` to `cache` within version 5; outputs carry, and its generate() knows, the name
 # of the installed one.
 CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
@@ -178,7 +181,7 @@ class GrowingCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds the new positions of one layer, shape `(batch, num_heads, new, width)`; returns all so far."""
         if layer_idx == len(self.buffers):
-            self.buffers.append([new.new_empty(*new.shape[:2], self.room, new.shape[3]) for new in (key, value)])
+            self.buffers.append([new.new_zeros(*new.shape[:2], self.room, new.shape[3]) for new in (key, value)])
         if layer_idx == 0:
             self.start, self.length = self.length, self.length + key.shape[2]
         pair = self.buffers[layer_idx]
@@ -188,7 +191,13 @@ class GrowingCache(DynamicCache):
                 grown[:, :, : self.start] = pair[which][:, :, : self.start]
                 pair[which] = grown
             pair[which][:, :, self.start : self.length] = new
-        return pair[0][:, :, : self.length], pair[1][:, :, : self.length]
+        return self.of_layer(layer_idx)
+
+    def of_layer(self, layer_idx: int, least: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all positions so far, or of `least` (at most `room`): free ones hold finite numbers."""
+        length = max(self.length, least)
+        key, value = self.buffers[layer_idx]
+        return key[:, :, :length], value[:, :, :length]
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         """Positions so far."""
@@ -290,7 +299,9 @@ class FastBeamDecoder(BeamDecoder):
         self.head = self.matrix(model.lm_head)
         self.attend_to: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the encoder's output
         self.matrices: list[dict[str, Any]] = []
-        states = encoder_states.to(self.dtype)
+        missing = max(0, MIN_KEYS_FOR_SOFTMAX - source_mask.shape[1])
+        source_mask = F.pad(source_mask != 0, (0, missing))
+        states = F.pad(encoder_states.to(self.dtype), (0, 0, 0, missing))
         for layer in self.decoder.layers:
             own, cross = layer.self_attention, layer.cross_attention
             parts = [self.matrix(each) for each in (own.q_proj, own.k_proj, own.v_proj)]
@@ -312,7 +323,7 @@ class FastBeamDecoder(BeamDecoder):
             )
             key, value = (F.linear(states, *self.matrix(each)) for each in (cross.k_proj, cross.v_proj))
             self.attend_to.append((self.split(key), self.split(value)))
-        self.source_bias = self.added_to_scores(source_mask[:, None] != 0)
+        self.source_bias = self.added_to_scores(source_mask[:, None])
 
     @staticmethod
     def knows(model: Any) -> bool:
@@ -365,7 +376,9 @@ class FastBeamDecoder(BeamDecoder):
         """
         rows = self.split(query).flatten(0, 1)
         scores = torch.baddbmm(bias, rows, key.flatten(0, 1).transpose(1, 2), alpha=1.0 / math.sqrt(self.d_k))
-        heads = torch.bmm(torch.softmax(scores, dim=-1), value.flatten(0, 1))
+        # In float32 at least: in half precision a softmax is less exact and, on a CPU, slower.
+        exact = torch.promote_types(scores.dtype, torch.float32)
+        heads = torch.bmm(torch.softmax(scores, dim=-1, dtype=exact).to(value.dtype), value.flatten(0, 1))
         return heads.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)
 
     def added_to_scores(self, mask: torch.Tensor) -> torch.Tensor:
@@ -384,7 +397,8 @@ class FastBeamDecoder(BeamDecoder):
             steps = torch.arange(known, device=x.device)[None]
             self.positions = decoder.positions(steps, known, x.dtype)[0]
         x = x + self.positions[self.steps - 1]
-        own_bias = self.added_to_scores(self.visible)
+        least = max(self.visible.shape[-1], MIN_KEYS_FOR_SOFTMAX)
+        own_bias = self.added_to_scores(F.pad(self.visible, (0, least - self.visible.shape[-1])))
 
         def add_and_norm(x: torch.Tensor, sublayer: Any, norm: Any) -> torch.Tensor:
             return x + sublayer(norm(x)) if self.norm_first else norm(x + sublayer(x))
@@ -394,7 +408,8 @@ class FastBeamDecoder(BeamDecoder):
             def self_attention(y: torch.Tensor) -> torch.Tensor:
                 widths = [self.heads * self.d_k] * 2 + [self.heads * self.d_v]
                 query, key, value = F.linear(y, *matrices["own"]).split(widths, dim=-1)  # noqa: B023
-                keys, values = self.self_cache.update(self.split(key), self.split(value), number)  # noqa: B023
+                self.self_cache.update(self.split(key), self.split(value), number)  # noqa: B023
+                keys, values = self.self_cache.of_layer(number, least)  # noqa: B023
                 return F.linear(self.attention(query, keys, values, own_bias), *matrices["own_out"])  # noqa: B023
 
             def cross_attention(y: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .generation_vanilla_transformer import (
     CACHE,
+    MIN_KEYS_FOR_SOFTMAX,
     VanillaTransformerGenerationMixin,
     as_model_output,
     paper_generation_config,
@@ -143,9 +144,9 @@ def fast_scaled_dot_product_attention(
 
     Args:
         query, key, value, dropout_p: As in `scaled_dot_product_attention`.
-        mask (`torch.Tensor`, *optional*): Boolean as there, or, from `fast_mask`, what is added to the scores (0 or
-            minus infinity): then two matrix products and a softmax, which on a CPU beat the fused kernel at sentence
-            lengths.
+        mask (`torch.Tensor`, *optional*): Boolean as there, or, from `added_to_scores`, what is added to the scores (0
+            or minus infinity): then two matrix products and a softmax, which on a CPU beat the fused kernel at
+            sentence lengths.
 
     Returns:
         `torch.Tensor` of shape `(batch, num_heads, target_length, d_v)`.
@@ -153,12 +154,15 @@ def fast_scaled_dot_product_attention(
     if mask is not None and mask.dtype == torch.bool and matrix_products_are_faster(mask):
         # Some query may attend to nothing. The other rows get the very numbers that they get without it.
         keyless = ~mask.any(dim=-1, keepdim=True)
-        added = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~(mask | keyless), -math.inf)
+        added = added_to_scores(mask | keyless, key.shape[-2])
         return fast_scaled_dot_product_attention(query, key, value, added, dropout_p).masked_fill(keyless, 0.0)
     if mask is None or mask.dtype == torch.bool:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
+    keys = key.shape[-2]
     scores = torch.matmul(query * (1.0 / math.sqrt(query.shape[-1])), key.transpose(-2, -1))
-    weights = torch.softmax(scores.add_(mask.to(scores.dtype)), dim=-1)
+    # In float32 at least, since the mask is: a softmax in half precision is slower still.
+    scores = F.pad(scores, (0, mask.shape[-1] - keys)) + mask
+    weights = torch.softmax(scores, dim=-1)[..., :keys].to(value.dtype)
     return torch.matmul(dropout(weights, dropout_p, training=dropout_p > 0.0), value)
 
 
@@ -169,7 +173,13 @@ def matrix_products_are_faster(mask: torch.Tensor) -> bool:
     return mask.shape[-1] <= MAX_KEYS_FOR_MATRIX_PRODUCTS
 
 
-def fast_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def added_to_scores(mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """0 where the mask is True and minus infinity where not, in float32, for `MIN_KEYS_FOR_SOFTMAX` keys at least."""
+    mask = F.pad(mask.expand(*mask.shape[:-1], keys), (0, max(0, MIN_KEYS_FOR_SOFTMAX - keys)), value=False)
+    return torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
+
+
+def fast_mask(mask: torch.Tensor) -> torch.Tensor:
     """The form of a boolean mask that `fast_scaled_dot_product_attention` is fastest with, made once for all layers.
 
     Where `matrix_products_are_faster` that is a tensor to add to the scores, provided that every query may attend to
@@ -177,9 +187,7 @@ def fast_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if not matrix_products_are_faster(mask) or not bool(mask.any(dim=-1).all()):
         return mask
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
+    return added_to_scores(mask, mask.shape[-1])
 
 
 def in_autocast_precision(x: torch.Tensor) -> torch.Tensor:
@@ -692,7 +700,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         """The mask in the form that the attention implementation in force takes."""
         if mask is None or self.config._attn_implementation == "eager" or kwargs.get("output_attentions"):
             return mask
-        return fast_mask(mask, x.dtype)
+        return fast_mask(mask)
 
 
 class VanillaTransformerEncoder(VanillaTransformerStack):
@@ -1003,13 +1011,17 @@ def divisor_of_loss(labels: torch.Tensor, num_items: torch.Tensor | int | None) 
     return count.to(labels.device).clamp(min=1)
 
 
-def log_of_chosen(probabilities: torch.Tensor, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def log_of_chosen(
+    probabilities: torch.Tensor, words: torch.Tensor, logits: torch.Tensor, states: torch.Tensor, projection: Any
+) -> torch.Tensor:
     """Logarithm of the probability of one word in each row, without another pass over the rows.
 
     Args:
-        probabilities (`torch.Tensor` of shape `(tokens, vocab_size)`): softmax(logits).
-        logits (`torch.Tensor` of shape `(tokens, vocab_size)`): Unnormalised scores.
+        probabilities (`torch.Tensor` of shape `(tokens, vocab_size)`): softmax(states @ matrix^T + bias).
         words (`torch.LongTensor` of shape `(tokens, 1)`): The words.
+        logits (`torch.Tensor` of shape `(tokens,)`): Unnormalised scores of these words.
+        states (`torch.Tensor` of shape `(tokens, d_model)`): What the scores were made of.
+        projection (`tuple`): The matrix, shape `(vocab_size, d_model)`, and its bias or None.
 
     Returns:
         `torch.Tensor` of shape `(tokens,)`; where a probability is too small for its logarithm to be exact, that comes
@@ -1017,10 +1029,15 @@ def log_of_chosen(probabilities: torch.Tensor, logits: torch.Tensor, words: torc
     """
     chosen = probabilities.gather(1, words)[:, 0]
     tiny = chosen < 1e-30
-    if logits.device.type == "cpu" and not bool(tiny.any()):  # elsewhere the question would wait for the device
+    if chosen.device.type == "cpu" and not bool(tiny.any()):  # elsewhere the question would wait for the device
         return chosen.log()
-    log_normaliser = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
-    return torch.where(tiny, logits.gather(1, words)[:, 0] - log_normaliser, chosen.log())
+    matrix, bias = projection
+    largest, word = probabilities.max(dim=-1)
+    largest_logit = (states.to(chosen.dtype) * matrix[word].to(chosen.dtype)).sum(dim=-1).to(matrix.dtype)
+    log_normaliser = largest_logit.to(chosen.dtype) - largest.log()
+    if bias is not None:
+        log_normaliser = log_normaliser + bias[word].to(chosen.dtype)
+    return torch.where(tiny, logits - log_normaliser, chosen.log())
 
 
 class FusedLabelSmoothedLoss(torch.autograd.Function):
@@ -1060,15 +1077,25 @@ class FusedLabelSmoothedLoss(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden)
             grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device)
             grad_bias = None if bias is None else torch.zeros(vocab_size, dtype=exact, device=hidden.device)
+            # The same memory for every piece: new pages cost a CPU more time than the arithmetic on them.
+            rows = max(1, min(rows, hidden.shape[0]))
+            scores = torch.empty(rows, vocab_size, dtype=dtype, device=hidden.device)
+            exact_scores = scores if exact == dtype else torch.empty_like(scores, dtype=exact)
+            product = torch.empty(weight.shape, dtype=dtype, device=weight.device)
             for start in range(0, hidden.shape[0], rows):
                 states = hidden[start : start + rows].to(dtype)
                 words = labels[start : start + rows, None]
-                logits = (states @ matrix.t()).to(exact)
+                pieces = slice(0, states.shape[0])
+                logits = torch.mm(states, matrix.t(), out=scores[pieces])
+                if exact != dtype:
+                    logits = exact_scores[pieces].copy_(logits)
                 if bias is not None:
                     logits += bias.to(exact)
-                probabilities = torch.softmax(logits, dim=-1)
-                log_probability = log_of_chosen(probabilities, logits, words)
-                log_normaliser = logits.gather(1, words)[:, 0] - log_probability
+                chosen = logits.gather(1, words)[:, 0]
+                # In place where that is known to be right.
+                probabilities = torch.softmax(logits, dim=-1, out=logits if device_type == "cpu" else None)
+                log_probability = log_of_chosen(probabilities, words, chosen, states, (matrix, bias))
+                log_normaliser = chosen - log_probability
                 mean_log_probability = states.to(exact) @ sum_of_rows / vocab_size + mean_bias - log_normaliser
                 total -= ((1 - label_smoothing) * log_probability + label_smoothing * mean_log_probability).sum()
 
@@ -1076,9 +1103,10 @@ class FusedLabelSmoothedLoss(torch.autograd.Function):
                 gradient.scatter_add_(1, words, torch.full_like(words, label_smoothing - 1, dtype=exact))
                 if grad_bias is not None:
                     grad_bias += gradient.sum(dim=0) - share * states.shape[0]
-                gradient = gradient.to(dtype)
+                if exact != dtype:
+                    gradient = scores[pieces].copy_(gradient)
                 grad_hidden[start : start + rows] = (gradient @ matrix).to(exact) - share * sum_of_rows
-                grad_weight += gradient.t() @ states
+                grad_weight += torch.mm(gradient.t(), states, out=product)
             grad_weight -= share * hidden.to(exact).sum(dim=0)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype

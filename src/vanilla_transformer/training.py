@@ -286,6 +286,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         if args is not None and args.learning_rate is None:
             args = copy.copy(args)  # the caller may use them again, for a model of another width
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
+        keep_few_kernels()
         super().__init__(model, args, *rest, **kwargs)
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # the stock trainer writes its own into what is saved
@@ -1001,6 +1002,16 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
+def keep_few_kernels() -> None:
+    """Lets oneDNN, with which torch multiplies bfloat16 matrices on a CPU, keep 128 kernels instead of 1,024.
+
+    It makes one for each shape, and each holds memory: with batches of changing lengths a training grows by gigabytes
+    until the cache is full, and no faster. It reads the variable when the first kernel is made; a value that the user
+    has set stays.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+
+
 @functools.cache
 def bfloat16_gain(size: int = 256) -> float:
     """How many times as fast as in float32 this device multiplies matrices in bfloat16, timed once a process.
@@ -1034,6 +1045,7 @@ __all__ = [
     "VanillaTransformerTrainingArguments",
     "bfloat16_gain",
     "fault_of_checkpoint",
+    "keep_few_kernels",
     "keep_freed_memory",
     "last_whole_checkpoint",
     "learning_rate_at",
