@@ -205,7 +205,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser, searches: bool = True,
         default=argparse.SUPPRESS,
         help="cpu, cuda, cuda:1 ... (default: cuda if there is one)",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="precision")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "int8"),
+        default="float32",
+        help="precision; int8 (on a CPU) is the quickest and least exact",
+    )
     parser.add_argument(
         "--revision", metavar="R", default=argparse.SUPPRESS, help="branch, tag or commit on the Hub (default: main)"
     )

@@ -6,8 +6,9 @@ Source: Vaswani et al. 2017, section 6.1; Wu et al. 2016, "Google's Neural Machi
 """
 
 import copy
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, cast
 
@@ -298,30 +299,23 @@ class FastBeamDecoder(BeamDecoder):
         self.positions = weight.new_zeros(0, config.d_model)
         self.head = self.matrix(model.lm_head)
         self.attend_to: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the encoder's output
-        self.matrices: list[dict[str, Any]] = []
+        self.matrices: list[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = []
         missing = max(0, MIN_KEYS_FOR_SOFTMAX - source_mask.shape[1])
         source_mask = F.pad(source_mask != 0, (0, missing))
         states = F.pad(encoder_states.to(self.dtype), (0, 0, 0, missing))
         for layer in self.decoder.layers:
             own, cross = layer.self_attention, layer.cross_attention
-            parts = [self.matrix(each) for each in (own.q_proj, own.k_proj, own.v_proj)]
-            bias = None if parts[0][1] is None else torch.cat([each[1] for each in parts if each[1] is not None])
             self.matrices.append(
                 {
-                    "own": (torch.cat([each[0] for each in parts]), bias),
-                    **{
-                        name: self.matrix(each)
-                        for name, each in (
-                            ("own_out", own.out_proj),
-                            ("query", cross.q_proj),
-                            ("cross_out", cross.out_proj),
-                            ("fc1", layer.feed_forward.fc1),
-                            ("fc2", layer.feed_forward.fc2),
-                        )
-                    },
+                    "own": self.matrix(own.q_proj, own.k_proj, own.v_proj),
+                    "own_out": self.matrix(own.out_proj),
+                    "query": self.matrix(cross.q_proj),
+                    "cross_out": self.matrix(cross.out_proj),
+                    "fc1": self.matrix(layer.feed_forward.fc1),
+                    "fc2": self.matrix(layer.feed_forward.fc2),
                 }
             )
-            key, value = (F.linear(states, *self.matrix(each)) for each in (cross.k_proj, cross.v_proj))
+            key, value = (self.matrix(each)(states) for each in (cross.k_proj, cross.v_proj))
             self.attend_to.append((self.split(key), self.split(value)))
         self.source_bias = self.added_to_scores(source_mask[:, None])
 
@@ -340,6 +334,7 @@ class FastBeamDecoder(BeamDecoder):
             if (
                 not shaped
                 or not (ours or kind in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Identity))
+                and not hasattr(module, "side_by_side")
                 or "forward" in vars(module)
                 # Those of transformers that record outputs do so only where outputs are asked for.
                 or any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
@@ -350,14 +345,18 @@ class FastBeamDecoder(BeamDecoder):
             own = layer.self_attention
             if len({each.bias is None for each in (own.q_proj, own.k_proj, own.v_proj)}) > 1:
                 return False
-        devices = {each.device for each in (*base.decoder.parameters(), model.lm_head.weight)}
-        types = {each.dtype for each in (*base.decoder.parameters(), model.lm_head.weight)}
+        parameters = [*base.decoder.parameters(), *model.lm_head.parameters()]
+        devices, types = {each.device for each in parameters}, {each.dtype for each in parameters}
         return len(devices) == 1 and len(types) == 1 and "meta" not in {each.type for each in devices}
 
-    def matrix(self, linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of a projection, in the precision of the products."""
-        bias = None if linear.bias is None else linear.bias.to(self.dtype)
-        return linear.weight.to(self.dtype), bias
+    def matrix(self, *linears: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Projections of the same input, one after the other, as one, in the precision of the products."""
+        first = linears[0]
+        if hasattr(first, "side_by_side"):  # matrices of another kind know how to be joined
+            return first.side_by_side(linears[1:]) if len(linears) > 1 else first
+        weight = torch.cat([each.weight for each in linears]) if len(linears) > 1 else first.weight
+        bias = first.bias if first.bias is None else torch.cat([each.bias for each in linears]).to(self.dtype)
+        return functools.partial(F.linear, weight=weight.to(self.dtype), bias=bias)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """`(batch, length, num_heads * width)` to `(batch, num_heads, length, width)`."""
@@ -407,24 +406,24 @@ class FastBeamDecoder(BeamDecoder):
 
             def self_attention(y: torch.Tensor) -> torch.Tensor:
                 widths = [self.heads * self.d_k] * 2 + [self.heads * self.d_v]
-                query, key, value = F.linear(y, *matrices["own"]).split(widths, dim=-1)  # noqa: B023
+                query, key, value = matrices["own"](y).split(widths, dim=-1)  # noqa: B023
                 self.self_cache.update(self.split(key), self.split(value), number)  # noqa: B023
                 keys, values = self.self_cache.of_layer(number, least)  # noqa: B023
-                return F.linear(self.attention(query, keys, values, own_bias), *matrices["own_out"])  # noqa: B023
+                return matrices["own_out"](self.attention(query, keys, values, own_bias))  # noqa: B023
 
             def cross_attention(y: torch.Tensor) -> torch.Tensor:
-                query = F.linear(y, *matrices["query"])  # noqa: B023
+                query = matrices["query"](y)  # noqa: B023
                 heads = self.attention(query, *self.attend_to[number], self.source_bias)  # noqa: B023
-                return F.linear(heads, *matrices["cross_out"])  # noqa: B023
+                return matrices["cross_out"](heads)  # noqa: B023
 
             def feed_forward(y: torch.Tensor) -> torch.Tensor:
-                hidden = layer.feed_forward.activation(F.linear(y, *matrices["fc1"]))  # noqa: B023
-                return F.linear(hidden, *matrices["fc2"])  # noqa: B023
+                hidden = layer.feed_forward.activation(matrices["fc1"](y))  # noqa: B023
+                return matrices["fc2"](hidden)  # noqa: B023
 
             x = add_and_norm(x, self_attention, layer.self_attention_norm)
             x = add_and_norm(x, cross_attention, layer.cross_attention_norm)
             x = add_and_norm(x, feed_forward, layer.feed_forward_norm)
-        return F.linear(decoder.norm(x), *self.head)
+        return self.head(decoder.norm(x))
 
     def forget(self, new: int) -> None:
         """Drops what no hypothesis descends from, where that is much; the last `new` positions are still to come."""

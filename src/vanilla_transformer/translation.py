@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from vanilla_transformer.generation_vanilla_transformer import GNMTLengthPenalty
+from vanilla_transformer.quantization import to_int8
 
 
 logger = logging.getLogger(__name__)
@@ -439,7 +440,8 @@ def load_translator(
     Args:
         name: A folder that `save_pretrained` wrote, or the name of a model on the Hub.
         device: Where to put the model, such as "cpu" or "cuda:0"; None means "cuda" where there is one, else "cpu".
-        dtype: "float32", "bfloat16" or "float16", or "auto" for that of the saved weights.
+        dtype: "float32", "bfloat16" or "float16", "int8" (on a CPU, see `quantization`), or "auto" for that of the
+            saved weights.
         revision: Branch, tag or commit on the Hub; None means the main branch.
         trust_remote_code: Whether code that lies beside the weights may run. This package's own models do not need it.
 
@@ -452,10 +454,12 @@ def load_translator(
         ValueError: The folder has no safetensors, or not all weights of the model; the model is no encoder-decoder;
             `device` or `dtype` does not exist here.
     """
-    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    torch_dtype = "auto" if dtype == "auto" else getattr(torch, "float32" if dtype == "int8" else dtype, None)
     if torch_dtype != "auto" and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
-        raise ValueError(f"dtype must be float32, bfloat16, float16 or auto, got {dtype!r}.")
-    place = _usable_device(device)
+        raise ValueError(f"dtype must be float32, bfloat16, float16, int8 or auto, got {dtype!r}.")
+    place = _usable_device("cpu" if dtype == "int8" and device is None else device)
+    if dtype == "int8" and place.type != "cpu":
+        raise ValueError(f"int8 runs on a cpu, got device {device!r}; use bfloat16 or float16 there.")
     if os.path.isdir(name):
         _require_model_folder(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -503,6 +507,8 @@ def load_translator(
             len(tokenizer),
             vocab_size,
         )
+    if dtype == "int8":
+        return to_int8(model), tokenizer
     return model.to(place).eval(), tokenizer
 
 
