@@ -351,6 +351,25 @@ def test_a_saved_folder_translates_as_the_model_did(tiny_tokenizer, folder):
     assert load_translator(str(folder), dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
+def test_a_folder_opens_in_int8_and_translates_nearly_the_same(tiny_tokenizer, folder, monkeypatch):
+    """What the exact model, forced, says of each translation is near what int8 said."""
+    exact, _ = load_translator(str(folder), device="cpu")
+    model, tokenizer = load_translator(str(folder), dtype="int8")
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    translations = translate_lines(model, tokenizer, SOURCES, scores=True)
+    for source, (found, *_) in zip(SOURCES, translations, strict=True):
+        if not source.strip():
+            continue
+        words = torch.tensor([found.token_ids])
+        with torch.no_grad():
+            logits = exact(**tokenizer(source, return_tensors="pt"), labels=words).logits
+        forced = log_softmax(logits, dim=-1).gather(2, words[..., None]).sum().item()
+        assert abs(found.log_prob - forced) < 0.2 + 0.1 * abs(forced)
+    monkeypatch.setattr(translation, "_usable_device", lambda device: torch.device("cuda"))
+    with pytest.raises(ValueError, match="int8 runs on a cpu, got device 'cuda'"):
+        load_translator(str(folder), dtype="int8", device="cuda")
+
+
 def test_another_familys_model_loads(tiny_tokenizer, tmp_path):
     varied_marian(tiny_tokenizer).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
@@ -425,7 +444,7 @@ def test_what_a_folder_lacks_is_named(tiny_tokenizer, folder, tmp_path):
         load_translator(str(bert))
 
     with pytest.raises(ValueError, match="dtype must be"):
-        load_translator(str(folder), dtype="int8")
+        load_translator(str(folder), dtype="int16")
     with pytest.raises(ValueError, match="device 'nowhere' cannot be used"):
         load_translator(str(folder), device="nowhere")
 
