@@ -316,7 +316,8 @@ class FastBeamDecoder(BeamDecoder):
                 }
             )
             key, value = (self.matrix(each)(states) for each in (cross.k_proj, cross.v_proj))
-            self.attend_to.append((self.split(key), self.split(value)))
+            # Contiguous, or each step would copy them.
+            self.attend_to.append((self.split(key).contiguous(), self.split(value).contiguous()))
         self.source_bias = self.added_to_scores(source_mask[:, None])
 
     @staticmethod
