@@ -2,7 +2,7 @@
 
 Every departure that the configuration knows has an exact counterpart there: positions are a table, heads of unequal
 widths are padded with zeros, norms and biases are optional. What CTranslate2's own beam search lacks is the paper's
-length penalty and a stop rule that waits for it; `CTranslate2Translator.generate` says how it comes near.
+length penalty and a stop rule that waits for it; `CTranslate2Translator` says how it comes near.
 
 Importing this module registers the model with CTranslate2's converter, so that
 
@@ -16,15 +16,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from numbers import Integral
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
 
 
 try:
@@ -40,7 +37,7 @@ except ImportError as error:
     ) from error
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
-from vanilla_transformer.generation_vanilla_transformer import LENGTH_PENALTY_TYPES
+from vanilla_transformer.convert.engines import EngineTranslator, Settings
 from vanilla_transformer.modeling_vanilla_transformer import sinusoidal_encoding
 from vanilla_transformer.translation import load_translator, ranking_penalty, token_limit
 
@@ -58,24 +55,10 @@ MOST_POSITIONS = 32768
 # How many times more translations than beams are to be complete before the search ends, where the stop rule is not
 # `early_stopping=True` (which is 1). With 2 it mostly ends with the translation that "never" ends with.
 PATIENCE = 2.0
-# Tokens of a translation where nothing sets a limit, as in transformers.
-STOCK_NEW_TOKENS = 20
 
 # Settings that forbid words. In transformers the scores of the others stay what they were, here they are made to sum
 # to 1 again, which moves beams.
 GREEDY_SETTINGS = ("min_new_tokens", "min_length", "no_repeat_ngram_size")
-
-# Settings of generate() that CTranslate2 follows; any other is refused where it would change something.
-SETTINGS = frozenset(
-    {
-        *("num_beams", "num_return_sequences", "early_stopping", "length_penalty", "length_penalty_type"),
-        *("max_new_tokens", "max_length", "max_new_tokens_over_source"),
-        *("return_dict_in_generate", "output_scores"),
-        *("bos_token_id", "pad_token_id", "eos_token_id", "decoder_start_token_id"),
-        *("use_cache", "transformers_version"),
-        *GREEDY_SETTINGS,
-    }
-)
 
 # The part of CTranslate2's config.json that is ours: the model's configuration and the length of its table.
 OUR_SETTINGS = "vanilla_transformer"
@@ -346,40 +329,25 @@ def write(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class CTranslate2Output(ModelOutput):
-    """What `CTranslate2Translator.generate` returns with `return_dict_in_generate=True`.
-
-    Attributes:
-        sequences: `torch.LongTensor` of shape `(rows, 1 + longest)`: the start token, the translation, padding.
-        sequences_scores: Float, shape `(rows,)`: what ranks beams; None without beams.
-        scores: Float, shape `(rows, longest)`: the log-probability of each token, 0 behind the end; None unless
-            `output_scores`.
-        beam_indices: Long, shape `(rows, longest)`: 0 for a token, -1 behind the end; None without beams.
-    """
-
-    sequences: torch.Tensor | None = None
-    sequences_scores: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    beam_indices: torch.Tensor | None = None
-
-
-class CTranslate2Translator:
+class CTranslate2Translator(EngineTranslator):
     """A model in CTranslate2 with the `generate()` of transformers, for `translate_lines` and the pipeline.
 
     `load_ctranslate2` builds it; `pipeline("translation", model=translator, tokenizer=tokenizer)` takes it.
 
+    Greedy search, and beam search with `early_stopping=True`, find what they find in transformers, up to rounding.
+    Other stop rules ("never", which is the paper's, and False) wait for translations that may yet win, for which
+    CTranslate2 has no counterpart: here the search goes on until `PATIENCE` times as many translations are complete as
+    there are beams. With the length penalty type "gnmt" what it has found is ranked by the paper's penalty. For the
+    paper's settings that gives the same translations but for rare cases; the stronger the length penalty, the more
+    they differ.
+
     Attributes:
-        config: The configuration of the model that was converted.
-        generation_config: Its generation settings.
         translator: The `ctranslate2.Translator`.
     """
 
-    device = torch.device("cpu")  # of the token ids; CTranslate2 has its own place for the weights
-    dtype = torch.float32
-    training = False
-    input_modalities = "text"
-    output_modalities = ("text",)
+    engine = "CTranslate2"
+    greedy_settings = GREEDY_SETTINGS
+    way_to_more_positions = ", or convert with a greater max_positions"
 
     def __init__(
         self,
@@ -389,122 +357,30 @@ class CTranslate2Translator:
         tokens: list[str],
         max_positions: int,
     ):
+        super().__init__(config, generation_config, max_positions)
         self.translator = translator
-        self.config = config
-        self.generation_config = generation_config
         self.tokens = tokens
         self.ids = {token: token_id for token_id, token in enumerate(tokens)}
-        self.max_positions = max_positions
 
-    def eval(self) -> "CTranslate2Translator":
-        """Nothing to do: there is no dropout here."""
-        return self
-
-    def train(self, mode: bool = True) -> "CTranslate2Translator":
-        """Nothing to do, but refuses to train."""
-        if mode:
-            raise ValueError("a CTranslate2 model cannot be trained; train the model that it was converted from.")
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> "CTranslate2Translator":
-        """Nothing to do: `load_ctranslate2` decides where the weights are."""
-        return self
-
-    def can_generate(self) -> bool:
-        """Whether there is a `generate()`."""
-        return True
-
-    @torch.no_grad()
-    def generate(
-        self,
-        inputs: torch.Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        *,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | CTranslate2Output:
-        """Translates rows of token ids as `generate()` of the model that was converted does.
-
-        Greedy search, and beam search with `early_stopping=True`, find what they find in transformers, up to rounding.
-        Other stop rules ("never", which is the paper's, and False) wait for translations that may yet win, for which
-        CTranslate2 has no counterpart: here the search goes on until `PATIENCE` times as many translations are
-        complete as there are beams. With the length penalty type "gnmt" what it has found is ranked by the paper's
-        penalty. For the paper's settings that gives the same translations but for rare cases; the stronger the length
-        penalty, the more they differ.
-
-        Args:
-            inputs: Source tokens, shape `(batch, length)`, end of sentence included.
-            generation_config: Replaces settings of the model's own for this call.
-            input_ids: Another name of `inputs`.
-            attention_mask: 1 for tokens, 0 for padding, of the same shape; None means `input_ids != pad_token_id`.
-            kwargs: Settings of this call: those of `SETTINGS`.
-
-        Returns:
-            Long tensor of shape `(batch * num_return_sequences, 1 + longest)`, or with `return_dict_in_generate=True`
-            a `CTranslate2Output`.
-
-        Raises:
-            ValueError: A setting that CTranslate2 does not have, a row without tokens, or more tokens than the
-                converted model has positions for.
-
-        Source: Vaswani et al. 2017, section 6.1.
-        """
-        given = inputs if input_ids is None else input_ids
-        if given is None or given.ndim != 2:
-            raise ValueError("give input_ids of the shape (batch, length).")
-        settings = Settings(self, generation_config, kwargs)
-        mask = given.ne(self.config.pad_token_id) if attention_mask is None else attention_mask.bool()
-        sources = [row[kept].tolist() for row, kept in zip(given.cpu(), mask.cpu(), strict=True)]
-        limits = [settings.limit(len(source), self.max_positions) for source in sources]
-        self.check_lengths(sources, limits)
-        # CTranslate2 has one limit for a call.
+    def search(
+        self, sources: list[list[int]], limits: list[int], settings: Settings
+    ) -> list[list[tuple[list[int], float]]]:
+        """See `EngineTranslator.search`; CTranslate2 has one limit for a call."""
         found: dict[int, list[tuple[list[int], float]]] = {}
         for limit in sorted(set(limits)):
             rows = [row for row, its in enumerate(limits) if its == limit]
-            results = self.search([sources[row] for row in rows], limit, settings)
+            results = self.search_to([sources[row] for row in rows], limit, settings)
             found.update(zip(rows, results, strict=True))
-        hypotheses = [hypothesis for row in range(len(sources)) for hypothesis in found[row]]
-        sequences = padded([[settings.start, *ids] for ids, _ in hypotheses], settings.pad, torch.long, given.device)
-        if not settings.value("return_dict_in_generate"):
-            return sequences
-        output = CTranslate2Output(sequences=sequences)
-        if settings.num_beams > 1:
-            output.sequences_scores = torch.tensor([score for _, score in hypotheses], device=given.device)
-            output.beam_indices = padded([[0] * len(ids) for ids, _ in hypotheses], -1, torch.long, given.device)
-        if settings.value("output_scores"):
-            per_source = len(hypotheses) // max(1, len(sources))
-            repeated = [source for source in sources for _ in range(per_source)]
-            log_probs = self.log_probs(repeated, [ids for ids, _ in hypotheses])
-            output.scores = padded(log_probs, 0.0, torch.float32, given.device)
-        return output
+        return [found[row] for row in range(len(sources))]
 
-    def compute_transition_scores(
-        self,
-        sequences: torch.Tensor,
-        scores: torch.Tensor,
-        beam_indices: torch.Tensor | None = None,
-        normalize_logits: bool = False,
-    ) -> torch.Tensor:
-        """The log-probability of each generated token, shape `(rows, longest)`: `scores` of this class' output."""
-        return scores
-
-    def check_lengths(self, sources: list[list[int]], limits: list[int]) -> None:
-        """Raises ValueError where CTranslate2 would have no position for a token, or no token at all."""
-        if not all(sources):
-            raise ValueError("expected at least one token in every row; leave blank lines out.")
-        for kind, longest in (("source", max(map(len, sources), default=0)), ("translation", max(limits, default=0))):
-            if longest > self.max_positions:
-                raise ValueError(
-                    f"the {kind} may have {longest} tokens, but the converted model has positions for "
-                    f"{self.max_positions}: shorten it, or convert with a greater max_positions."
-                )
-
-    def search(
-        self, sources: list[list[int]], limit: int, settings: "Settings"
+    def search_to(
+        self, sources: list[list[int]], limit: int, settings: Settings
     ) -> list[list[tuple[list[int], float]]]:
-        """The best `num_return_sequences` translations of each source with what ranks them, best first."""
+        """`search` with one limit for all sources."""
         beams = settings.num_beams
+        patience = 1.0 if settings.value("early_stopping") is True or beams == 1 else PATIENCE
+        # min_length counts the start token.
+        least = settings.value("min_new_tokens") or max(0, (settings.value("min_length") or 0) - 1)
         rank_here = beams > 1 and settings.penalty_type == "gnmt"
         # Of more complete translations than beams CTranslate2 keeps the best: n ** (2/3 p) grows as ((5 + n) / 6) ** p
         # does around n = 10.
@@ -512,12 +388,12 @@ class CTranslate2Translator:
         results = self.translator.translate_batch(
             [[self.tokens[token] for token in source] for source in sources],
             beam_size=beams,
-            patience=settings.patience,
+            patience=patience,
             num_hypotheses=beams if rank_here or settings.num_sequences > 1 else 1,
             length_penalty=penalty,
             max_input_length=0,
             max_decoding_length=limit,
-            min_decoding_length=min(settings.least_new_tokens, limit),
+            min_decoding_length=min(least, limit),
             no_repeat_ngram_size=settings.value("no_repeat_ngram_size") or 0,
             end_token=[self.tokens[token] for token in settings.ends],
             return_end_token=True,
@@ -545,113 +421,6 @@ class CTranslate2Translator:
         )
         # An end of sentence that CTranslate2 adds to each target is not part of it.
         return [list(result.log_probs)[: len(target)] for result, target in zip(results, targets, strict=True)]
-
-
-class Settings:
-    """The generation settings of one call, in the order call, its `generation_config`, the model's own.
-
-    Raises:
-        ValueError: A setting that CTranslate2 does not have, or a value that makes no sense.
-    """
-
-    def __init__(
-        self, model: CTranslate2Translator, generation_config: GenerationConfig | None, call: dict[str, Any]
-    ) -> None:
-        own = {} if generation_config is model.generation_config else settings_of(generation_config)
-        self.call = {**own, **{name: value for name, value in call.items() if value is not None}}
-        self.all = {**settings_of(model.generation_config), **self.call}
-        neutral = {**vars(GenerationConfig()), **getattr(GenerationConfig, "_get_default_generation_params", dict)()}
-        for name, value in self.all.items():
-            if name not in SETTINGS and value is not None and value is not False and value != neutral.get(name):
-                raise ValueError(
-                    f"CTranslate2 translates without the setting {name}={value!r:.60}; leave it out, or use the torch "
-                    "backend, which knows every setting of generate()."
-                )
-        self.num_beams = self.whole_number("num_beams")
-        self.num_sequences = self.whole_number("num_return_sequences")
-        if self.num_sequences > self.num_beams:
-            raise ValueError(
-                f"num_return_sequences must be at most num_beams, got {self.num_sequences} and {self.num_beams}."
-            )
-        for name in GREEDY_SETTINGS:
-            if self.num_beams > 1 and self.value(name):
-                raise ValueError(
-                    f"CTranslate2 follows {name}={self.value(name)} only with num_beams=1: its beams share the "
-                    "probability of forbidden words among the others; use one beam, or the torch backend."
-                )
-        penalty = self.value("length_penalty")
-        self.penalty = 1.0 if penalty is None else float(penalty)
-        self.penalty_type = self.value("length_penalty_type") or "hub"
-        if self.penalty_type not in LENGTH_PENALTY_TYPES:
-            raise ValueError(
-                f"length_penalty_type must be one of {', '.join(LENGTH_PENALTY_TYPES)}, got {self.penalty_type!r}."
-            )
-        self.patience = 1.0 if self.value("early_stopping") is True or self.num_beams == 1 else PATIENCE
-        # min_length counts the start token.
-        self.least_new_tokens = self.value("min_new_tokens") or max(0, (self.value("min_length") or 0) - 1)
-        config = model.config
-        self.start = self.token_id("decoder_start_token_id", config.decoder_start_token_id)
-        if self.start != config.decoder_start_token_id:
-            raise ValueError(
-                f"the converted model starts from the token {config.decoder_start_token_id}, got "
-                f"decoder_start_token_id={self.start}; convert the model again with another one."
-            )
-        self.pad = self.token_id("pad_token_id", config.pad_token_id)
-        ends: Any = self.all.get("eos_token_id", config.eos_token_id)
-        self.ends = [int(end) for end in ends] if isinstance(ends, Iterable) else [int(ends)]
-
-    def value(self, name: str) -> Any:
-        """A setting; None where nothing sets it."""
-        return self.all.get(name)
-
-    def token_id(self, name: str, default: int | None) -> int:
-        """A token's id."""
-        return int(self.all.get(name, default) or 0)
-
-    def whole_number(self, name: str) -> int:
-        """A number of at least 1, which is also what it is where nothing sets it."""
-        number = self.all.get(name, 1)
-        if not isinstance(number, Integral) or number < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
-        return int(number)
-
-    def limit(self, source_length: int, max_positions: int) -> int:
-        """How many tokens a translation may have, end of sentence included.
-
-        Args:
-            source_length: Tokens of the source, end of sentence included.
-            max_positions: What the model has positions for, which shortens the limit that the source sets.
-        """
-        over_source = self.value("max_new_tokens_over_source")
-        given = self.call if "max_new_tokens" in self.call or "max_length" in self.call else self.all
-        if given is self.all and over_source is not None:
-            return max(1, min(source_length + int(over_source), max_positions))
-        if given.get("max_new_tokens") is not None:
-            return self.at_least_one("max_new_tokens", given["max_new_tokens"])
-        if given.get("max_length") is not None:
-            return self.at_least_one("max_length", given["max_length"] - 1)  # the start token counts
-        return STOCK_NEW_TOKENS
-
-    def at_least_one(self, name: str, new_tokens: int) -> int:
-        """A limit that leaves room for a token."""
-        if new_tokens < 1:
-            raise ValueError(f"{name}={self.all[name]} leaves no room for a token.")
-        return int(new_tokens)
-
-
-def settings_of(generation_config: GenerationConfig | None) -> dict[str, Any]:
-    """What a generation configuration sets."""
-    if generation_config is None:
-        return {}
-    return {name: value for name, value in vars(generation_config).items() if value is not None and name[0] != "_"}
-
-
-def padded(rows: list[list[Any]], fill: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows of unequal length as one tensor of shape `(rows, longest)`."""
-    tensor = torch.full((len(rows), max(map(len, rows), default=0)), fill, dtype=dtype)
-    for index, row in enumerate(rows):
-        tensor[index, : len(row)] = torch.tensor(row, dtype=dtype)
-    return tensor.to(device)
 
 
 def load_ctranslate2(
