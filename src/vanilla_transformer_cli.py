@@ -36,7 +36,7 @@ VERBS = {
 
 # Formats of `convert`; vanilla_transformer.convert.FORMATS tells more of each.
 READ_FORMATS = ("marian", "nn_transformer", "fairseq", "annotated", "joeynmt")
-WRITTEN_FORMATS = ("marian", "ctranslate2")
+WRITTEN_FORMATS = ("marian", "ctranslate2", "onnx")
 
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
 LONGEST_MESSAGE = 800  # characters; some messages of transformers list every model there is
@@ -295,9 +295,9 @@ def translate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--backend",
-        choices=("torch", "ctranslate2"),
+        choices=("torch", "ctranslate2", "onnx"),
         default="torch",
-        help="what computes; ctranslate2 (extra [export]) takes a folder of its own or converts M on the way",
+        help="what computes; ctranslate2 and onnx (extra [export]) take folders of their own or convert M on the way",
     )
     parser.add_argument(
         "--compute_type",
@@ -403,7 +403,8 @@ def convert_parser() -> argparse.ArgumentParser:
         "--quantization",
         metavar="Q",
         default=argparse.SUPPRESS,
-        help="of ctranslate2: float32, int8, int8_float32, float16, bfloat16 ... (default: as the weights are)",
+        help="of ctranslate2: float32, int8, int8_float32, float16, bfloat16 ... (default: as the weights are); of "
+        "onnx: float32 or int8 (default: float32)",
     )
     return parser
 

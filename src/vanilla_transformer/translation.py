@@ -591,6 +591,11 @@ def _require_model_folder(folder: str) -> None:
                 f"{folder} holds a CTranslate2 model: translate with --backend ctranslate2, or pass the model that it "
                 "was converted from."
             )
+        if "encoder_model.onnx" in os.listdir(folder):
+            raise ValueError(
+                f"{folder} holds an ONNX model: translate with --backend onnx, or pass the model that it was "
+                "converted from."
+            )
         others = sorted(
             name
             for name in os.listdir(folder)

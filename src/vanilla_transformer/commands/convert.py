@@ -16,8 +16,8 @@ def main(argv: list[str]) -> int:
     given = vars(arguments)
     transformers_logging.disable_progress_bar()
     options = {name: given[name] for name in ("revision", "quantization") if name in given}
-    if "quantization" in options and arguments.write != "ctranslate2":
-        raise ValueError("--quantization is for --to ctranslate2.")
+    if "quantization" in options and arguments.write not in ("ctranslate2", "onnx"):
+        raise ValueError("--quantization is for --to ctranslate2 and --to onnx.")
     if arguments.read is not None:
         differences = convert_from(arguments.read, arguments.model, arguments.output_dir, **options)
         print(f"{arguments.model}, {FORMATS[arguments.read].title}, is now a model of this package: ", end="")

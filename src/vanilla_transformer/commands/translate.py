@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: More translations of a line are asked for than there are beams, token probabilities as text, an
             argument of the other backend, or what `read_lines`, `load_translator`, `load_ctranslate2`,
-            `translate_lines` and `write_in_parts` raise.
+            `load_onnx`, `translate_lines` and `write_in_parts` raise.
     """
     arguments = translate_parser().parse_args(argv)
     given = vars(arguments)
@@ -127,12 +127,20 @@ def open_translator(arguments: argparse.Namespace) -> tuple[Any, PreTrainedToken
         "revision": given.get("revision"),
         "trust_remote_code": arguments.trust_remote_code,
     }
+    if arguments.backend != "ctranslate2" and "compute_type" in given:
+        instead = "for torch give --dtype" if arguments.backend == "torch" else "onnx computes as the model is stored"
+        raise ValueError(f"--compute_type is of --backend ctranslate2; {instead}.")
     if arguments.backend == "torch":
-        if "compute_type" in given:
-            raise ValueError("--compute_type is of --backend ctranslate2; for torch give --dtype.")
         return load_translator(arguments.model, dtype=arguments.dtype, **options)
     if arguments.dtype != "float32":
-        raise ValueError("--dtype is of --backend torch; for ctranslate2 give --compute_type.")
+        instead = "onnx computes as the model is stored"
+        if arguments.backend == "ctranslate2":
+            instead = "for ctranslate2 give --compute_type"
+        raise ValueError(f"--dtype is of --backend torch; {instead}.")
+    if arguments.backend == "onnx":
+        from vanilla_transformer.convert.onnx import load_onnx
+
+        return load_onnx(arguments.model, **options)
     from vanilla_transformer.convert.ctranslate2 import load_ctranslate2
 
     return load_ctranslate2(arguments.model, compute_type=given.get("compute_type", "default"), **options)

@@ -47,6 +47,7 @@ FORMATS = {
     "annotated": Format('models in the style of "The Annotated Transformer", with a description', reads=True),
     "joeynmt": Format("JoeyNMT (its Transformers)", reads=True),
     "ctranslate2": Format("CTranslate2", writes=True, packages=("ctranslate2",)),
+    "onnx": Format("ONNX", writes=True, packages=("onnx", "onnxscript", "onnxruntime")),
 }
 
 

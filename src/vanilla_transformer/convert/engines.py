@@ -69,7 +69,9 @@ class EngineTranslator:
     input_modalities = "text"
     output_modalities = ("text",)
 
-    def __init__(self, config: VanillaTransformerConfig, generation_config: GenerationConfig, max_positions: int | None):
+    def __init__(
+        self, config: VanillaTransformerConfig, generation_config: GenerationConfig, max_positions: int | None
+    ):
         self.config = config
         self.generation_config = generation_config
         self.max_positions = max_positions
