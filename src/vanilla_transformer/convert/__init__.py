@@ -5,7 +5,9 @@ package, `write(name, folder, **options)`, which does the reverse, or both. Each
 empty `folder` that it is given and returns, one a line, what did not survive the way. `convert_from` and `convert_to`
 make that folder, put it in its place, and remove it where something fails. What formats of bare checkpoints have in
 common lies in `weights` (opening them without running code, taking tensors by name and shape, writing the folder),
-`vocabularies` (two of them as one, and its tokenizer) and `descriptions` (what the weights do not tell).
+`vocabularies` (two of them as one, and its tokenizer) and `descriptions` (what the weights do not tell); what
+translators on other engines have in common lies in `engines`. `onnx_search` goes into every ONNX folder and needs none
+of this.
 """
 
 import contextlib
