@@ -383,7 +383,8 @@ def open_directions(model_name: str, folder: Path, only: Sequence[str]) -> tuple
     if wanted("marian out") or wanted("marian in"):
         with attempt("marian out"):
             convert_to("marian", folder / OURS, folder / "marian")
-            directions.append(Direction("marian out", *load_translator(str(folder / "marian")), folder / "marian"))
+            opened = load_translator(str(folder / "marian"), device="cpu")
+            directions.append(Direction("marian out", *opened, folder / "marian"))
         if "marian out" not in missing:
             with attempt("marian in"):
                 convert_from("marian", folder / "marian", folder / "marian in")

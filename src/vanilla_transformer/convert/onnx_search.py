@@ -12,6 +12,7 @@ sentence included: Vaswani et al. 2017, section 6.1; Wu et al. 2016, equation (1
 
 import argparse
 import json
+import logging
 import os
 import re
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+
+logger = logging.getLogger(__name__)
 
 ENCODER, DECODER = "encoder_model.onnx", "decoder_model_merged.onnx"
 NEVER = np.float32(-1.0e9)  # the score of what does not exist
@@ -171,7 +174,7 @@ class OnnxModel:
     def translate(
         self, lines: Iterable[str], *, tokens_per_batch: int = 4096, window: int = 1000, **settings: Any
     ) -> Iterator[str]:
-        """Translates lines, one translation each, in order; blank lines stay blank.
+        """Translates lines, one translation each, in order; blank lines stay blank, and too long ones are cut.
 
         Args:
             lines: Source text, one sentence each; may be endless.
@@ -192,10 +195,15 @@ class OnnxModel:
         most = values.pop("max_new_tokens") or STOCK_NEW_TOKENS
         values = {"num_beams": 1, **{name: value for name, value in values.items() if value is not None}}
         tokenizer = self.open_tokenizer()
-        iterator = iter(lines)
+        iterator, first_line = iter(lines), 1
         while held := list(islice(iterator, window)):
             visible = [index for index, line in enumerate(held) if line.strip()]
-            sources = [each.ids for each in tokenizer.encode_batch([held[index] for index in visible])]
+            encodings = tokenizer.encode_batch([held[index] for index in visible])
+            for index, encoding in zip(visible, encodings, strict=True):
+                if encoding.overflowing:
+                    logger.warning("line %d: cut to %d tokens", first_line + index, len(encoding.ids))
+            first_line += len(held)
+            sources = [each.ids for each in encodings]
             answers = [""] * len(held)
             for batch in batches([len(source) * values["num_beams"] for source in sources], tokens_per_batch):
                 limits = [most if over_source is None else len(sources[row]) + over_source for row in batch]
