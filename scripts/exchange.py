@@ -504,8 +504,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     lines, references = lines[: arguments.lines], references[: arguments.lines]
     directions, missing = open_directions(arguments.model, folder, arguments.only)
     ours = directions[0]
-    numbers = range(1, len(lines) + 1)
     visible = [place for place, pair in enumerate(zip(lines, references, strict=True)) if all(map(str.strip, pair))]
+    numbers = [place + 1 for place in visible]
     sources = encode_lines(ours.tokenizer, [lines[place] for place in visible], numbers)
     targets = encode_lines(ours.tokenizer, [references[place] for place in visible], numbers, target=True)
     pairs = list(zip(sources, targets, strict=True))[: arguments.scored_lines]
