@@ -6,8 +6,9 @@
 The model goes out to each format and is used there: Marian by transformers' own class, CTranslate2 and ONNX by their
 engines. It also comes in from each: its weights are written under the names of Marian, `torch.nn.Transformer`,
 fairseq, The Annotated Transformer and JoeyNMT, and read back by `convert --from`. fairseq's positions are then a
-learned table. Formats whose words are separated by white space read and write the pieces of our tokenizer. Where a
-format has no place for a model such as this one the reason stands below the table.
+learned table, and the end of sentence, from which its decoder starts, is our start there. Formats whose words are
+separated by white space read and write the pieces of our tokenizer. Where a format has no place for a model such as
+this one the reason stands below the table.
 
 Columns: the largest difference of a logit from ours on the references (for CTranslate2, which does not hand out
 logits, of a token's log-probability); lines with our text, greedy and with beams; BLEU, with beams; lines a second
@@ -261,6 +262,9 @@ def write_fairseq(model: Any, tokenizer: Any, folder: Path) -> None:
     words = words_of(model, tokenizer, SPECIAL["fairseq"])
     state = layers_as(model, names)
     matrices = {name: words.rows(each) for name, each in embeddings_of(model).items()}
+    # There the decoder starts from the end of sentence, which it reads nowhere else.
+    start, end = (SPECIAL["fairseq"].index(role) for role in ("start", "end"))
+    matrices["target"][end] = matrices["target"][start]
     state |= {"encoder.embed_tokens.weight": matrices["source"], "decoder.embed_tokens.weight": matrices["target"]}
     state["decoder.output_projection.weight"] = matrices["output"]
     limit = config.max_position_embeddings if config.position_embedding == "learned" else MOST_POSITIONS
