@@ -389,7 +389,9 @@ def open_directions(model_name: str, folder: Path, only: Sequence[str]) -> tuple
             convert_to("marian", folder / OURS, folder / "marian")
             opened = load_translator(str(folder / "marian"), device="cpu")
             directions.append(Direction("marian out", *opened, folder / "marian"))
-        if "marian out" not in missing:
+        if "marian out" in missing:
+            missing["marian in"] = missing["marian out"]
+        else:
             with attempt("marian in"):
                 convert_from("marian", folder / "marian", folder / "marian in")
                 opened = load_translator(str(folder / "marian in"), device="cpu")
@@ -440,7 +442,9 @@ def open_directions(model_name: str, folder: Path, only: Sequence[str]) -> tuple
                 from vanilla_transformer.convert.onnx import load_onnx
 
                 directions.append(Direction(name, *load_onnx(str(folder / name)), folder / name))
-    return [each for each in directions if each.name == OURS or wanted(each.name)], missing
+    return [each for each in directions if each.name == OURS or wanted(each.name)], {
+        name: why for name, why in missing.items() if wanted(name)
+    }
 
 
 def translate(direction: Direction, ours: Direction, lines: list[str], settings: dict[str, Any]) -> list[str]:
