@@ -57,7 +57,7 @@ def only(*names: str) -> list[str]:
 
 
 def test_weights_that_come_in_under_other_names_are_the_same_model(tiny_tokenizer, tmp_path, files, capsys):
-    model = small_model(vocab_size=len(tiny_tokenizer), norm_first=True, tie_word_embeddings=False, seed=3)
+    model = small_model(vocab_size=len(tiny_tokenizer), norm_first=True, tie_word_embeddings=False, seed=5)
     rows = rows_of(tmp_path, capsys, [*saved(model, tiny_tokenizer, tmp_path), *files, *only(*INWARD)])
     assert set(rows) == {"ours", *INWARD}
     # Marian is post-norm.
