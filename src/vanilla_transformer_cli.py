@@ -30,6 +30,7 @@ VERBS = {
     "evaluate": "BLEU, chrF and perplexity of a model on parallel text",
     "score": "log-probabilities of given translations",
     "average": "the last checkpoints of a run as one model",
+    "prune": "find out which attention heads matter, and take the others out",
     "convert": "take over a model that others trained, or write one for other tools",
     "push": "upload a model with its code, tokenizer, settings and card to the Hub",
 }
@@ -174,8 +175,10 @@ def model_name(text: str) -> str:
     return text
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser, searches: bool = True, tokens_per_batch: int = 4096) -> None:
-    """What `translate`, `evaluate` and, but for the search, `score` have in common."""
+def _add_model_arguments(
+    parser: argparse.ArgumentParser, searches: bool = True, tokens_per_batch: int = 4096, precision: bool = True
+) -> None:
+    """What `translate`, `evaluate` and, but for the search, `score` have in common; `prune`, but for the precision."""
     parser.add_argument(
         "--model",
         required=True,
@@ -205,12 +208,13 @@ def _add_model_arguments(parser: argparse.ArgumentParser, searches: bool = True,
         default=argparse.SUPPRESS,
         help="cpu, cuda, cuda:1 ... (default: cuda if there is one)",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "int8"),
-        default="float32",
-        help="precision; int8 (on a CPU) is the quickest and least exact",
-    )
+    if precision:
+        parser.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16", "float16", "int8"),
+            default="float32",
+            help="precision; int8 (on a CPU) is the quickest and least exact",
+        )
     parser.add_argument(
         "--revision", metavar="R", default=argparse.SUPPRESS, help="branch, tag or commit on the Hub (default: main)"
     )
@@ -359,6 +363,57 @@ def evaluate_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         default=argparse.SUPPRESS,
         help="what the card calls the test set (default: the name of the source file)",
+    )
+    return parser
+
+
+def prune_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer prune`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} prune",
+        description="Measures how much each attention head matters for the loss on parallel text (Michel et al. 2019: "
+        "the mean absolute slope of the loss in a factor on the head), takes the least important heads out, and "
+        "writes the smaller model.",
+        epilog="Heads of different layers are ranked by importance divided by the l2 norm of their attention's, as in "
+        "that paper, unless --ranking importance. Each attention keeps one head at least. The curve of BLEU against "
+        "heads kept: scripts/prune_curve.py.",
+    )
+    _add_model_arguments(parser, searches=False, tokens_per_batch=2048, precision=False)
+    for side in ("source", "target"):
+        parser.add_argument(
+            f"--{side}",
+            required=True,
+            type=input_file,
+            metavar="F",
+            default=argparse.SUPPRESS,
+            help=f"{side} text to measure on, .gz by name; some hundred lines will do",
+        )
+    how_many = parser.add_mutually_exclusive_group(required=True)
+    how_many.add_argument("--heads_kept", type=whole_number, metavar="K", help="heads of the whole model that stay")
+    how_many.add_argument("--keep_fraction", type=finite_number, metavar="P", help="the same, as a part of all heads")
+    how_many.add_argument("--importance_only", action="store_true", help="measure, and write no model")
+    parser.add_argument(
+        "--ranking",
+        choices=("layer_norm", "importance"),
+        default="layer_norm",
+        help="rank heads by their importance over the norm of their layer's, or by their importance itself",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=new_folder,
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="a new or an empty folder for the smaller model, which is written whole or not at all",
+    )
+    parser.add_argument(
+        "--json", type=output_file, metavar="OUT", default=argparse.SUPPRESS, help="also write the importances as JSON"
+    )
+    parser.add_argument(
+        "--picture",
+        type=output_file,
+        metavar="OUT",
+        default=argparse.SUPPRESS,
+        help="also draw them, as .png, .svg or .pdf (extra [demo])",
     )
     return parser
 
@@ -549,6 +604,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "evaluate": evaluate_parser,
     "score": score_parser,
     "average": average_parser,
+    "prune": prune_parser,
     "convert": convert_parser,
     "push": push_parser,
 }

@@ -456,6 +456,8 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(ct, tiny_tokenizer,
         ct.to_ctranslate2(small_model(), word_tokenizer, tmp_path, "int4")
     with pytest.raises(ValueError, match="CTranslate2 needs eos_token_id"):
         ct.to_ctranslate2(small_model(eos_token_id=None), word_tokenizer, tmp_path)
+    with pytest.raises(ValueError, match="pruned_heads; CTranslate2 knows only one number of heads"):
+        ct.to_ctranslate2(small_model(pruned_heads={"cross": [[0], [], []]}), word_tokenizer, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

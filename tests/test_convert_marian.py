@@ -287,6 +287,7 @@ def test_limits_that_our_own_limit_overrides_do_not_come_into_force_there():
         ({"d_v": 8}, "d_k=4, d_v=8, num_heads=4 and d_model=16"),
         ({"d_model": 14, "d_k": 4, "d_v": 4}, "num_heads=4 and d_model=14"),
         ({"layer_norm_eps": 1e-6}, "layer_norm_eps=1e-06"),
+        ({"pruned_heads": {"cross": [[0], [], []]}}, "pruned_heads; Marian knows only one number of heads"),
     ],
 )
 def test_what_marian_lacks_is_refused_with_the_reason(settings, reason):

@@ -989,6 +989,7 @@ DECODERS = [
     {"norm_first": True, "activation": "gelu"},
     {"attention_bias": True, "output_bias": True, "tie_word_embeddings": False},
     {"d_k": 6, "d_v": 5, "norm_first": True, "final_norm": False},
+    {"pruned_heads": {"encoder": [[1], [0, 2, 3]], "decoder": [[], [0, 1], [3]], "cross": [[2], [], [0, 1, 3]]}},
 ]
 
 

@@ -135,7 +135,7 @@ def test_every_departure_is_a_field_that_is_off_by_default():
     known = {
         "norm_first": False, "final_norm": None, "attention_bias": False, "output_bias": False,
         "tie_word_embeddings": True, "position_embedding": "sinusoidal", "activation": "relu",
-        "attention_dropout": 0.0, "activation_dropout": 0.0,
+        "attention_dropout": 0.0, "activation_dropout": 0.0, "pruned_heads": None,
     }  # fmt: skip
     assert set(known) <= set(fields)
     assert {name: getattr(paper, name) for name in known} == known

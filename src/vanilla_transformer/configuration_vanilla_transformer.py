@@ -53,6 +53,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 POSITION_EMBEDDINGS = ("sinusoidal", "learned")
 ACTIVATIONS = ("relu", "gelu", "silu")
+# The three uses of attention (section 3.2.3): self-attention of encoder and decoder, and attention to the encoder.
+ATTENTION_KINDS = ("encoder", "decoder", "cross")
 
 # What AutoConfig, AutoModel and AutoModelForSeq2SeqLM load from a repository on a machine without this package.
 AUTO_MAP = {
@@ -163,6 +165,9 @@ class VanillaTransformerConfig(PretrainedConfig):
         attention_bias (`bool`, defaults to False): Biases in the four attention projections. Not in the paper's
             equations.
         output_bias (`bool`, defaults to False): Bias of the output projection. Not in the paper.
+        pruned_heads (`dict[str, list[list[int]]]`, *optional*): Heads that are taken out of "encoder" and "decoder"
+            self-attention and of "cross" attention: for each kind one list a layer, of ascending numbers below
+            `num_heads`; each attention keeps one at least. None means that all are there. Not in the paper.
         layer_norm_eps (`float`, defaults to 1e-5): Added to the variance in LayerNorm.
         tie_word_embeddings (`bool`, defaults to True): One matrix for source, target and output (section 3.4).
         label_smoothing (`float`, defaults to 0.1): epsilon_ls of the training loss (section 5.4), spread over all
@@ -178,7 +183,8 @@ class VanillaTransformerConfig(PretrainedConfig):
 
     Raises:
         ValueError: A size that is not positive, `num_heads` that does not divide `d_model` where d_k or d_v is None, a
-            probability outside [0, 1), an unknown activation or position embedding, or pad and end of sentence alike.
+            probability outside [0, 1), an unknown activation or position embedding, pruned heads that do not exist,
+            or pad and end of sentence alike.
 
     Source: Vaswani et al. 2017, sections 3 and 5.4, and Table 3.
     """
@@ -208,6 +214,7 @@ class VanillaTransformerConfig(PretrainedConfig):
     final_norm: bool | None = None
     attention_bias: bool = False
     output_bias: bool = False
+    pruned_heads: dict[str, list[list[int]]] | None = None
     layer_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     label_smoothing: float | int = 0.1
@@ -277,6 +284,7 @@ class VanillaTransformerConfig(PretrainedConfig):
                 f"position_embedding must be one of {', '.join(POSITION_EMBEDDINGS)}, "
                 f"got position_embedding={self.position_embedding!r}."
             )
+        self._check_pruned_heads()
         if self.decoder_start_token_id is None:
             raise ValueError("decoder_start_token_id must be given where bos_token_id is None, got None for both.")
         for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):
@@ -286,6 +294,30 @@ class VanillaTransformerConfig(PretrainedConfig):
         for value in self._end_ids():
             if value is not None and not 0 <= value < self.vocab_size:
                 raise ValueError(f"eos_token_id must lie in [0, vocab_size={self.vocab_size}), got {value}.")
+
+    def _check_pruned_heads(self) -> None:
+        for kind, layers in (self.pruned_heads or {}).items():
+            if kind not in ATTENTION_KINDS:
+                raise ValueError(f"pruned_heads knows {', '.join(ATTENTION_KINDS)}, got {kind!r}.")
+            depth = self.encoder_layers if kind == "encoder" else self.decoder_layers
+            if len(layers) != depth:
+                raise ValueError(f"pruned_heads[{kind!r}] must be {depth} lists, one for each layer, got {layers}.")
+            for layer, heads in enumerate(layers):
+                if heads != sorted(set(heads) & set(range(self.num_heads))) or len(heads) == self.num_heads:
+                    raise ValueError(
+                        f"pruned_heads[{kind!r}][{layer}] must be different numbers from 0 to num_heads - 1 = "
+                        f"{self.num_heads - 1} in ascending order, and leave one head at least, got {heads}."
+                    )
+
+    def heads_of(self, kind: str, layer: int) -> list[int]:
+        """Numbers of the heads that an attention has, as they were before any was pruned.
+
+        Args:
+            kind (`str`): "encoder", "decoder" (self-attention) or "cross".
+            layer (`int`): Its number, from 0.
+        """
+        pruned = (self.pruned_heads or {}).get(kind)
+        return [head for head in range(self.num_heads) if not pruned or head not in pruned[layer]]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in GENERATION_SETTING_NAMES:

@@ -290,7 +290,12 @@ class FastBeamDecoder(BeamDecoder):
         super().__init__(model, encoder_states, source_mask, most_tokens)
         self.decoder = model.model.decoder
         config = model.config
-        self.heads, (self.d_k, self.d_v) = config.num_heads, config.head_dimensions
+        self.d_k, self.d_v = config.head_dimensions
+        self.head_counts = {
+            attention.num_heads
+            for layer in self.decoder.layers
+            for attention in (layer.self_attention, layer.cross_attention)
+        }
         self.norm_first = config.norm_first
         weight = self.decoder.embed_tokens.weight
         self.dtype = weight.dtype
@@ -317,7 +322,7 @@ class FastBeamDecoder(BeamDecoder):
             )
             key, value = (self.matrix(each)(states) for each in (cross.k_proj, cross.v_proj))
             # Contiguous, or each step would copy them.
-            self.attend_to.append((self.split(key).contiguous(), self.split(value).contiguous()))
+            self.attend_to.append((self.split(key, self.d_k).contiguous(), self.split(value, self.d_v).contiguous()))
         self.source_bias = self.added_to_scores(source_mask[:, None])
 
     @staticmethod
@@ -359,12 +364,12 @@ class FastBeamDecoder(BeamDecoder):
         bias = first.bias if first.bias is None else torch.cat([each.bias for each in linears]).to(self.dtype)
         return functools.partial(F.linear, weight=weight.to(self.dtype), bias=bias)
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """`(batch, length, num_heads * width)` to `(batch, num_heads, length, width)`."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
     def attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, biases: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """Equation (1); heads side by side again.
 
@@ -372,19 +377,23 @@ class FastBeamDecoder(BeamDecoder):
             query (`torch.Tensor` of shape `(batch, n, num_heads * d_k)`): Q.
             key (`torch.Tensor` of shape `(batch, num_heads, length, d_k)`): K.
             value (`torch.Tensor` of shape `(batch, num_heads, length, d_v)`): V.
-            bias (`torch.Tensor` of shape `(batch * num_heads, 1 or n, length)`): Added to the scores.
+            biases (`dict`): By num_heads what is added to the scores, shape `(batch * num_heads, 1 or n, length)`.
         """
-        rows = self.split(query).flatten(0, 1)
+        rows, num_heads = self.split(query, self.d_k).flatten(0, 1), key.shape[1]
+        bias = biases[num_heads]
         scores = torch.baddbmm(bias, rows, key.flatten(0, 1).transpose(1, 2), alpha=1.0 / math.sqrt(self.d_k))
         # In float32 at least: in half precision a softmax is less exact and, on a CPU, slower.
         exact = torch.promote_types(scores.dtype, torch.float32)
         heads = torch.bmm(torch.softmax(scores, dim=-1, dtype=exact).to(value.dtype), value.flatten(0, 1))
-        return heads.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)
+        return heads.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2)
 
-    def added_to_scores(self, mask: torch.Tensor) -> torch.Tensor:
-        """0 where the mask is True, minus infinity where not, for each head; `(batch, 1 or n, length)` in."""
+    def added_to_scores(self, mask: torch.Tensor) -> dict[int, torch.Tensor]:
+        """0 where the mask is True, minus infinity where not, for each head; `(batch, 1 or n, length)` in.
+
+        One for each number of heads that there is: pruned layers have fewer.
+        """
         bias = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-        return bias.repeat_interleave(self.heads, dim=0)
+        return {heads: bias.repeat_interleave(heads, dim=0) for heads in self.head_counts}
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `BeamDecoder.logits`."""
@@ -406,9 +415,10 @@ class FastBeamDecoder(BeamDecoder):
         for number, (layer, matrices) in enumerate(zip(decoder.layers, self.matrices, strict=True)):
 
             def self_attention(y: torch.Tensor) -> torch.Tensor:
-                widths = [self.heads * self.d_k] * 2 + [self.heads * self.d_v]
+                heads = layer.self_attention.num_heads  # noqa: B023
+                widths = [heads * self.d_k] * 2 + [heads * self.d_v]
                 query, key, value = matrices["own"](y).split(widths, dim=-1)  # noqa: B023
-                self.self_cache.update(self.split(key), self.split(value), number)  # noqa: B023
+                self.self_cache.update(self.split(key, self.d_k), self.split(value, self.d_v), number)  # noqa: B023
                 keys, values = self.self_cache.of_layer(number, least)  # noqa: B023
                 return matrices["own_out"](self.attention(query, keys, values, own_bias))  # noqa: B023
 
@@ -441,7 +451,9 @@ class FastBeamDecoder(BeamDecoder):
 
     def keep(self, rows: torch.Tensor) -> None:
         """See `BeamDecoder.keep`."""
-        self.source_bias = self.source_bias.unflatten(0, (-1, self.heads))[rows].flatten(0, 1)
+        self.source_bias = {
+            heads: bias.unflatten(0, (-1, heads))[rows].flatten(0, 1) for heads, bias in self.source_bias.items()
+        }
         self.visible = self.visible[rows]
         self.self_cache.keep(rows)
         self.attend_to = [(key.index_select(0, rows), value.index_select(0, rows)) for key, value in self.attend_to]

@@ -71,6 +71,7 @@ DEPARTURES = {
     "tie_word_embeddings": "matrices of source, target and output words of their own",
     "position_embedding": "positions",
     "activation": "activation of the feed-forward layers",
+    "pruned_heads": "heads taken out, layer by layer",
     "attention_dropout": "dropout on the attention weights",
     "activation_dropout": "dropout on the hidden layer of the feed-forward layers",
     "layer_norm_eps": "epsilon of the layer normalisation",

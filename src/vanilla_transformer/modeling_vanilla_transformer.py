@@ -203,23 +203,24 @@ class MultiHeadAttention(nn.Module):
 
     One class for the three uses of section 3.2.3: self-attention of the encoder and of the decoder, and the decoder's
     attention to the encoder. The h matrices W^Q_i stand side by side in `q_proj`, and so on. No biases, as in the
-    paper, unless `config.attention_bias`.
+    paper, unless `config.attention_bias`. `kind` is "encoder" or "decoder" for self-attention, or "cross"; heads in
+    `config.pruned_heads` are left out.
 
     Source: Vaswani et al. 2017, section 3.2.2.
     """
 
-    def __init__(self, config: VanillaTransformerConfig, layer_idx: int, is_cross_attention: bool = False):
+    def __init__(self, config: VanillaTransformerConfig, layer_idx: int, kind: str = "encoder"):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.is_cross_attention = is_cross_attention
-        self.num_heads = config.num_heads
+        self.is_cross_attention = kind == "cross"
+        self.num_heads = len(config.heads_of(kind, layer_idx))
         self.dropout = config.attention_dropout
         d_k, d_v = config.head_dimensions
-        self.q_proj = nn.Linear(config.d_model, config.num_heads * d_k, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.d_model, config.num_heads * d_k, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.d_model, config.num_heads * d_v, bias=config.attention_bias)
-        self.out_proj = nn.Linear(config.num_heads * d_v, config.d_model, bias=config.attention_bias)
+        self.q_proj = nn.Linear(config.d_model, self.num_heads * d_k, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.d_model, self.num_heads * d_k, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.d_model, self.num_heads * d_v, bias=config.attention_bias)
+        self.out_proj = nn.Linear(self.num_heads * d_v, config.d_model, bias=config.attention_bias)
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """`(batch, length, num_heads * width)` to `(batch, num_heads, length, width)`."""
@@ -454,9 +455,9 @@ class VanillaTransformerDecoderLayer(ResidualLayer):
 
     def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
         super().__init__(config)
-        self.self_attention = MultiHeadAttention(config, layer_idx)
+        self.self_attention = MultiHeadAttention(config, layer_idx, "decoder")
         self.self_attention_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.cross_attention = MultiHeadAttention(config, layer_idx, is_cross_attention=True)
+        self.cross_attention = MultiHeadAttention(config, layer_idx, "cross")
         self.cross_attention_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)

@@ -67,9 +67,9 @@ def parameter_count(config: VanillaTransformerConfig) -> int:
     """
     d_model, heads = config.d_model, config.num_heads
     d_k, d_v = config.head_dimensions
-    attention = 2 * d_model * heads * d_k + 2 * d_model * heads * d_v
-    if config.attention_bias:
-        attention += 2 * heads * d_k + heads * d_v + d_model
+    bias = 1 if config.attention_bias else 0
+    of_head = 2 * (d_model + bias) * d_k + (2 * d_model + bias) * d_v
+    attention = heads * of_head + bias * d_model
     feed_forward = 2 * d_model * config.d_ff + config.d_ff + d_model
     norm = 2 * d_model
     encoder = config.encoder_layers * (attention + feed_forward + 2 * norm)
@@ -79,7 +79,8 @@ def parameter_count(config: VanillaTransformerConfig) -> int:
         words += config.vocab_size
     positions = 2 * config.max_position_embeddings * d_model if config.position_embedding == "learned" else 0
     final_norms = 2 * norm if config.has_final_norm else 0
-    return encoder + decoder + words + positions + final_norms
+    pruned = sum(len(gone) for layers in (config.pruned_heads or {}).values() for gone in layers) * of_head
+    return encoder + decoder + words + positions + final_norms - pruned
 
 
 def preset_parameter_count(name: str, vocab_size: int = PAPER_VOCABULARY) -> int:

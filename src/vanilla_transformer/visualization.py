@@ -1,15 +1,23 @@
-"""Which source tokens a model looks at while it writes each target token: cross-attention as numbers and as a picture.
+"""What goes on inside a model: its attention, as numbers, as pictures and as a page to explore; positions; curves.
 
-Cross-attention is the "encoder-decoder attention" of Vaswani et al. 2017, section 3.2.3. The model arrives as an
-argument: any encoder-decoder model of transformers with a fast tokenizer does.
+The three uses of attention are those of Vaswani et al. 2017, section 3.2.3: self-attention of "encoder" and "decoder",
+and "cross" attention, the paper's "encoder-decoder attention". The model arrives as an argument: any encoder-decoder
+model of transformers with a fast tokenizer does. Pictures need matplotlib, the page needs nothing.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import io
+import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +30,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-__all__ = ["attention_figure", "cross_attention_of", "plot_attention", "token_texts"]
+__all__ = [
+    "Attentions",
+    "all_attentions_of",
+    "attention_figure",
+    "attention_page",
+    "attentions_figure",
+    "check_picture_path",
+    "cross_attention_of",
+    "curves_figure",
+    "importance_figure",
+    "plot_attention",
+    "positions_figure",
+    "save_figure",
+    "token_texts",
+    "training_history",
+]
+
+logger = logging.getLogger(__name__)
 
 DOTS_PER_INCH = 150
 CELL_INCHES = 0.28
@@ -31,6 +56,17 @@ MAX_HEAT_MAP_INCHES = 48.0
 MIN_FONT_POINTS = 4.0
 MAX_FONT_POINTS = 10.0
 VISIBLE_SPACE = "\u2423"
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+# The uses of attention, with what looks and what is looked at.
+KINDS = {
+    "encoder": ("source tokens", "source tokens"),
+    "decoder": ("target tokens", "tokens written before"),
+    "cross": ("target tokens", "source tokens"),
+}
+PAGE = "attention_page.html"  # beside this file
+MOST_WEIGHTS_OF_A_PAGE = 5_000_000  # about seven bytes each
+MOST_PANEL_LABELS = 60
+JOINERS = "\u200c\u200d"  # without width: they shape the letters beside them
 
 
 def cross_attention_of(
@@ -66,6 +102,130 @@ def cross_attention_of(
 
     Source: Vaswani et al. 2017, 3.2.3 and eq. (1).
     """
+    outputs, input_ids, _, target_ids = _attend(model, tokenizer, source_text, target_text)
+    layers = getattr(outputs, "cross_attentions", None)
+    if not layers:
+        raise ValueError(_without_weights(model))
+    if not -len(layers) <= layer < len(layers):
+        raise ValueError(f"layer must lie between {-len(layers)} and {len(layers) - 1}, got {layer}")
+    heads = layers[layer][0].float()  # (num_heads, T_target, T_source)
+    if head is None:
+        weights = heads.mean(dim=0)
+    elif 0 <= head < len(heads):
+        weights = heads[head]
+    else:
+        raise ValueError(
+            f"head must lie between 0 and {len(heads) - 1}, or be None for the mean over heads, got {head}"
+        )
+    return weights.cpu().numpy(), token_texts(tokenizer, input_ids[0]), token_texts(tokenizer, target_ids[0])
+
+
+@dataclass(frozen=True)
+class Attentions:
+    """Every attention of one translation.
+
+    Row i of decoder and cross belongs to the step that predicts target token i, which has read the first i + 1 of
+    `read_tokens`. Each row sums to 1.
+
+    Args:
+        source_text, target_text: the sentence and its translation.
+        source_tokens: T_source texts, EOS included (see `token_texts`).
+        target_tokens: T_target texts, EOS included where there is one.
+        read_tokens: T_target texts: the start token, then the target tokens but the last.
+        weights: for each of "encoder", "decoder" and "cross" one float32 array a layer, of the shapes (num_heads,
+            T_source, T_source), (num_heads, T_target, T_target) and (num_heads, T_target, T_source).
+        heads: for each kind, the number of each head of each layer. They count from 0; where heads were pruned, the
+            others keep their numbers.
+    """
+
+    source_text: str
+    target_text: str
+    source_tokens: list[str]
+    target_tokens: list[str]
+    read_tokens: list[str]
+    weights: dict[str, list[np.ndarray]]
+    heads: dict[str, list[list[int]]]
+
+    def tokens(self, kind: str) -> tuple[list[str], list[str]]:
+        """What looks, the rows of a matrix of this kind, and what is looked at, its columns."""
+        if kind == "encoder":
+            return self.source_tokens, self.source_tokens
+        return self.target_tokens, (self.read_tokens if kind == "decoder" else self.source_tokens)
+
+    def of(self, kind: str, layer: int, head: int | None = None) -> np.ndarray:
+        """The matrix of one head, or the mean over the heads of a layer.
+
+        Args:
+            kind: "encoder", "decoder" or "cross".
+            layer: number of the layer; negative ones count from the last.
+            head: number of the head; None means the mean.
+
+        Raises:
+            ValueError: there is no such kind, layer or head.
+        """
+        if kind not in self.weights:
+            raise ValueError(f"kind must be one of {', '.join(self.weights)}, got {kind!r}")
+        layers = self.weights[kind]
+        if not -len(layers) <= layer < len(layers):
+            raise ValueError(
+                f"layer must lie between {-len(layers)} and {len(layers) - 1} for {kind} attention, got {layer}"
+            )
+        if head is None:
+            return layers[layer].mean(axis=0)
+        heads = self.heads[kind][layer]
+        if head not in heads:
+            there = ", ".join(map(str, heads))
+            raise ValueError(f"layer {layer % len(layers)} of {kind} attention has the heads {there}, got head {head}")
+        return layers[layer][heads.index(head)]
+
+
+def all_attentions_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source_text: str, target_text: str | None = None
+) -> Attentions:
+    """Every attention weight of one sentence pair: of encoder and decoder, and between them, in every layer and head.
+
+    The model is run and left as by `cross_attention_of`.
+
+    Args:
+        model: an encoder-decoder model with a language-model head.
+        tokenizer: its tokenizer; it ends a text with EOS.
+        source_text: the sentence to translate, truncated to the tokenizer's limit.
+        target_text: its translation. None: what `model.generate` writes with the model's own settings.
+
+    Raises:
+        ValueError: the source is blank, or the model returns no attention weights.
+
+    Source: Vaswani et al. 2017, 3.2.3 and eq. (1).
+    """
+    outputs, input_ids, decoder_input_ids, target_ids = _attend(model, tokenizer, source_text, target_text)
+    names = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
+    found = {kind: getattr(outputs, name, None) for kind, name in names.items()}
+    if not all(found.values()):
+        raise ValueError(_without_weights(model))
+    weights = {kind: [each[0].float().cpu().numpy() for each in layers or ()] for kind, layers in found.items()}
+    numbers = getattr(model.config, "heads_of", lambda kind, layer: list(range(len(weights[kind][layer]))))
+    return Attentions(
+        source_text=source_text,
+        target_text=str(tokenizer.decode(target_ids[0], skip_special_tokens=True)),
+        source_tokens=token_texts(tokenizer, input_ids[0]),
+        target_tokens=token_texts(tokenizer, target_ids[0]),
+        read_tokens=token_texts(tokenizer, decoder_input_ids[0]),
+        weights=weights,
+        heads={kind: [numbers(kind, layer) for layer in range(len(layers))] for kind, layers in weights.items()},
+    )
+
+
+def _without_weights(model: PreTrainedModel) -> str:
+    return (
+        f"{type(model).__name__} returned no cross_attentions; expected an encoder-decoder model that returns "
+        'them with output_attentions=True and attn_implementation="eager"'
+    )
+
+
+def _attend(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source_text: str, target_text: str | None
+) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The model's outputs with attention weights, and the ids of source, decoder input and target, (1, T) each."""
     if not source_text.strip():
         raise ValueError(f"source_text must have at least one character that is not white space, got {source_text!r}")
     encoded = tokenizer(source_text, return_tensors="pt", truncation=True)
@@ -102,24 +262,7 @@ def cross_attention_of(
                 output_attentions=True,
                 return_dict=True,
             )
-    layers = getattr(outputs, "cross_attentions", None)
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} returned no cross_attentions; expected an encoder-decoder model that returns "
-            'them with output_attentions=True and attn_implementation="eager"'
-        )
-    if not -len(layers) <= layer < len(layers):
-        raise ValueError(f"layer must lie between {-len(layers)} and {len(layers) - 1}, got {layer}")
-    heads = layers[layer][0].float()  # (num_heads, T_target, T_source)
-    if head is None:
-        weights = heads.mean(dim=0)
-    elif 0 <= head < len(heads):
-        weights = heads[head]
-    else:
-        raise ValueError(
-            f"head must lie between 0 and {len(heads) - 1}, or be None for the mean over heads, got {head}"
-        )
-    return weights.cpu().numpy(), token_texts(tokenizer, input_ids[0]), token_texts(tokenizer, target_ids[0])
+    return outputs, input_ids, decoder_input_ids, target_ids
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | torch.Tensor) -> list[str]:
@@ -177,13 +320,44 @@ def plot_attention(
     path = Path(path)
     if path.suffix.lower() != ".png":
         raise ValueError(f"path must end in .png, the format that is written, got {str(path)!r}")
+    check_picture_path(path)
+    return save_figure(attention_figure(weights, source_tokens, target_tokens, title), path)
+
+
+def check_picture_path(path: str | os.PathLike[str]) -> Path:
+    """The path, where a picture can be written there.
+
+    Args:
+        path: where to write; ends in ".png", ".svg" or ".pdf". Its folder must exist.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        IsADirectoryError: `path` is a folder.
+        ValueError: another suffix.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in PICTURE_FORMATS:
+        raise ValueError(f"path must end in one of {', '.join(PICTURE_FORMATS)}, got {str(path)!r}")
     if path.is_dir():
         raise IsADirectoryError(f"path must be a file, got the folder {str(path)!r}; give a name inside it")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder of path must exist, got {str(path)!r}; make {str(path.parent)!r} first")
-    figure = attention_figure(weights, source_tokens, target_tokens, title)
+    return path
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure in the format that the file's ending names; the file appears whole or not at all.
+
+    Args:
+        figure: of matplotlib.
+        path: see `check_picture_path`, which says what is raised.
+
+    Returns:
+        The path that was written.
+    """
+    path = check_picture_path(path)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=DOTS_PER_INCH)
+    figure.savefig(picture, format=path.suffix.lower()[1:], dpi=DOTS_PER_INCH)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         unfinished.write_bytes(picture.getvalue())
@@ -198,6 +372,9 @@ def attention_figure(
     source_tokens: Sequence[str],
     target_tokens: Sequence[str],
     title: str | None = None,
+    *,
+    source_label: str = "source tokens",
+    target_label: str = "target tokens",
 ) -> Figure:
     """The heat map of `plot_attention` as a matplotlib figure that belongs to no window and to no pyplot state.
 
@@ -206,6 +383,8 @@ def attention_figure(
         source_tokens: T_source texts, the columns from left to right.
         target_tokens: T_target texts, the rows from top to bottom.
         title: a line above the picture. None: no title.
+        source_label: what the columns are.
+        target_label: what the rows are.
 
     Returns:
         The figure; its first axes hold the heat map, its second the colour bar.
@@ -215,14 +394,6 @@ def attention_figure(
         ValueError: shapes that do not fit together, or weights that are negative or not finite.
     """
     cells = _checked_weights(weights, source_tokens, target_tokens)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f'drawing attention needs matplotlib ({error}); install it with pip install "vanilla-transformer[demo]"'
-        ) from error
-
     rows, columns = cells.shape
     cell_inches = min(CELL_INCHES, MAX_HEAT_MAP_INCHES / max(rows, columns))
     font_points = min(MAX_FONT_POINTS, max(MIN_FONT_POINTS, cell_inches * 72 * 0.6))
@@ -236,8 +407,7 @@ def attention_figure(
     height = max(rows * cell_inches, 1.0) + longest_source * letter_inches + 1.0
     if title is not None:
         width = max(width, len(title) * 0.62 * MAX_FONT_POINTS / 72 + 0.4)
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(width, height)
     axes = figure.add_subplot()
     image = axes.imshow(
         cells, cmap="viridis", vmin=0.0, vmax=float(cells.max()) or 1.0, aspect="equal", interpolation="nearest"
@@ -246,12 +416,370 @@ def attention_figure(
     axes.set_xticks(*_ticks(source_labels, cell_inches), rotation=90, fontsize=font_points, parse_math=False)
     axes.set_yticks(*_ticks(target_labels, cell_inches), fontsize=font_points, parse_math=False)
     axes.tick_params(length=2, top=True, bottom=False, labeltop=True, labelbottom=False)
-    axes.set_xlabel("source tokens")
+    axes.set_xlabel(source_label)
     axes.xaxis.set_label_position("top")
-    axes.set_ylabel("target tokens")
+    axes.set_ylabel(target_label)
     if title is not None:
         figure.suptitle(_escaped(title), fontsize=MAX_FONT_POINTS, parse_math=False)
     figure.colorbar(image, ax=axes, label="attention weight", shrink=min(1.0, 3.0 / height))
+    return figure
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    """An empty figure, sizes in inches, that belongs to no window and to no pyplot state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f'drawing needs matplotlib ({error}); install it with pip install "vanilla-transformer[demo]"'
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def attentions_figure(
+    attentions: Attentions,
+    *,
+    kind: str | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Every attention of a translation as one figure: a row a layer, a column a head, colours from 0 to 1.
+
+    With kind, layer and head given it is one heat map, as of `attention_figure`.
+
+    Args:
+        attentions: what `all_attentions_of` returned.
+        kind: "encoder", "decoder" or "cross". None: all three, one below the other.
+        layer: number of the layer; negative ones count from the last. None: all.
+        head: number of the head. None: all.
+        title: a line above the picture. None: no title.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is no such kind, layer or head.
+    """
+    kinds = list(attentions.weights) if kind is None else [kind]
+    panels: list[tuple[str, int, list[int]]] = []
+    for each in kinds:
+        if layer is not None:
+            attentions.of(each, layer, head)  # says what is wrong
+        depth = len(attentions.weights[each]) if each in attentions.weights else 0
+        chosen = range(depth) if layer is None else [layer % depth]
+        for number in chosen:
+            if head is not None:
+                attentions.of(each, number, head)
+            panels.append((each, number, attentions.heads[each][number] if head is None else [head]))
+    if not panels:
+        attentions.of(str(kind), 0)
+    if len(panels) == 1 and len(panels[0][2]) == 1:
+        (each, number, (only,)) = panels[0]
+        rows, columns = attentions.tokens(each)
+        target_label, source_label = KINDS[each]
+        labels = {"source_label": source_label, "target_label": target_label}
+        return attention_figure(attentions.of(each, number, only), columns, rows, title, **labels)
+
+    heads = sorted({number for _, _, numbers in panels for number in numbers})
+    longest = max(len(tokens) for each in kinds for tokens in attentions.tokens(each))
+    panel_inches = min(max(1.4, longest * 0.085), 3.6)
+    width, height = 1.4 + panel_inches * len(heads), 1.0 + (panel_inches + 0.25) * len(panels)
+    shrink = min(1.0, MAX_HEAT_MAP_INCHES / max(width, height))
+    figure = _new_figure(width * shrink, height * shrink)
+    font_points = min(7.0, max(2.5, panel_inches * shrink * 72 / longest * 0.8))
+    grid = figure.subplots(len(panels), len(heads), squeeze=False)
+    image = None
+    for across, (each, number, numbers) in zip(grid, panels, strict=True):
+        rows, columns = attentions.tokens(each)
+        for place, axes in enumerate(across):
+            if heads[place] not in numbers:
+                axes.set_axis_off()
+                continue
+            image = axes.imshow(
+                attentions.of(each, number, heads[place]), cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest"
+            )
+            axes.set_title(f"{each} {number}, head {heads[place]}", fontsize=7)
+            axes.tick_params(length=0, pad=1)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if len(columns) <= MOST_PANEL_LABELS:
+                texts = [_visible(token) for token in columns]
+                axes.set_xticks(range(len(columns)), texts, rotation=90, fontsize=font_points, parse_math=False)
+            if place == 0 and len(rows) <= MOST_PANEL_LABELS:
+                axes.set_yticks(
+                    range(len(rows)), [_visible(token) for token in rows], fontsize=font_points, parse_math=False
+                )
+    assert image is not None  # for mypy: there is a panel
+    figure.colorbar(image, ax=grid, label="attention weight", shrink=min(1.0, 3.0 / (height * shrink)), pad=0.01)
+    if title is not None:
+        figure.suptitle(_escaped(title), fontsize=MAX_FONT_POINTS, parse_math=False)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def attention_page(
+    sentences: Sequence[Attentions],
+    *,
+    title: str = "Attention",
+    kind: str = "cross",
+    layer: int = -1,
+    head: int | None = None,
+) -> str:
+    """Every attention of one translation or of several as an HTML page that explores them.
+
+    The page is whole in itself: it loads nothing, and its content security policy allows only the script and the style
+    that it was made with. Whatever the tokens hold, they are text there.
+
+    Args:
+        sentences: what `all_attentions_of` returned; each has a place in the page's list.
+        title: of the page.
+        kind: what is shown at first, "encoder", "decoder" or "cross".
+        layer: the same; negative ones count from the last.
+        head: the same; None means the mean of the layer's heads.
+
+    Returns:
+        The HTML, to be written as UTF-8. Its weights have five decimals.
+
+    Raises:
+        ValueError: no sentence, no such kind, layer or head, or more weights than a browser bears.
+    """
+    if not sentences:
+        raise ValueError("the page needs at least one sentence, got none")
+    sentences[0].of(kind, layer, head)
+    count = sum(weights.size for each in sentences for layers in each.weights.values() for weights in layers)
+    if count > MOST_WEIGHTS_OF_A_PAGE:
+        raise ValueError(
+            f"the page would have {count:,} weights, more than the {MOST_WEIGHTS_OF_A_PAGE:,} that a browser bears; "
+            "give fewer or shorter sentences"
+        )
+    data = {
+        "start": {"kind": kind, "layer": layer % len(sentences[0].weights[kind]), "head": head},
+        "sentences": [
+            {
+                "source": each.source_text,
+                "target": each.target_text,
+                "tokens": {
+                    name: [_visible(token, keep=JOINERS) for token in tokens]
+                    for name, tokens in (
+                        ("source", each.source_tokens),
+                        ("target", each.target_tokens),
+                        ("read", each.read_tokens),
+                    )
+                },
+                "attention": {
+                    name: [
+                        {"heads": heads, "weights": weights.astype(np.float64).round(5).tolist()}
+                        for heads, weights in zip(each.heads[name], layers, strict=True)
+                    ]
+                    for name, layers in each.weights.items()
+                },
+            }
+            for each in sentences
+        ],
+    }
+    text = (Path(__file__).parent / PAGE).read_text(encoding="utf-8")
+    parts = {
+        "TITLE": html.escape(title),
+        "POLICY": _content_security_policy(text),
+        "DATA": _json_for_html(data),
+    }
+    return re.sub("@(TITLE|POLICY|DATA)@", lambda match: parts[match.group(1)], text)
+
+
+def _json_for_html(data: Any) -> str:
+    """JSON without a character that means something to HTML, and in ASCII, so that a lone surrogate does no harm."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _content_security_policy(page: str) -> str:
+    """Only this page's own script and style: nothing else runs, and nothing is loaded."""
+
+    def digest(pattern: str) -> str:
+        found = re.findall(pattern, page, flags=re.DOTALL)
+        return " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in found
+        )
+
+    scripts, styles = digest("<script>(.*?)</script>"), digest("<style>(.*?)</style>")
+    return f"default-src 'none'; img-src data:; script-src {scripts}; style-src {styles}; base-uri 'none'"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Positions, importance of heads, curves of a training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def positions_figure(encodings: Mapping[str, np.ndarray | torch.Tensor]) -> Figure:
+    """What is added to the embedding of each position, as a heat map of positions (down) and dimensions (across).
+
+    Args:
+        encodings: by title, arrays of shape (positions, d_model), for example {"sinusoids": sinusoidal_encoding(...)}.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: none, or one that is no matrix of finite numbers.
+    """
+    matrices = {}
+    for title, values in encodings.items():
+        if isinstance(values, torch.Tensor):
+            values = values.detach().float().cpu().numpy()
+        matrix = np.asarray(values, dtype=np.float32)
+        if matrix.ndim != 2 or 0 in matrix.shape or not np.isfinite(matrix).all():
+            raise ValueError(f"encodings must be finite, of the shape (positions, d_model), got {matrix.shape}")
+        matrices[title] = matrix
+    if not matrices:
+        raise ValueError("there must be at least one matrix of encodings, got none")
+    figure = _new_figure(7.5, 5.0 * len(matrices))
+    for axes, (title, matrix) in zip(
+        figure.subplots(len(matrices), squeeze=False)[:, 0], matrices.items(), strict=True
+    ):
+        limit = float(np.abs(matrix).max()) or 1.0
+        image = axes.imshow(matrix, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+        axes.set_title(_escaped(title), fontsize=MAX_FONT_POINTS, parse_math=False)
+        axes.set_xlabel("dimension")
+        axes.set_ylabel("position")
+        figure.colorbar(image, ax=axes)
+    return figure
+
+
+def importance_figure(heads: Sequence[tuple[str, int, int, float]]) -> Figure:
+    """The importance of each head as a heat map: a row an attention, a column a head; pruned heads stay blank.
+
+    Args:
+        heads: kind, layer, head and importance of each, as of `vanilla_transformer.pruning.Head`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    attentions = list(dict.fromkeys((kind, layer) for kind, layer, _, _ in heads))
+    columns = max(head for _, _, head, _ in heads) + 1
+    cells = np.full((len(attentions), columns), np.nan)
+    for kind, layer, head, importance in heads:
+        cells[attentions.index((kind, layer)), head] = importance
+    figure = _new_figure(2.6 + 0.75 * columns, 1.2 + 0.35 * len(attentions))
+    axes = figure.add_subplot()
+    highest = float(np.nanmax(cells)) or 1.0
+    image = axes.imshow(cells, cmap="viridis", vmin=0.0, vmax=highest, aspect="auto")
+    for (row, column), value in np.ndenumerate(cells):
+        if not np.isnan(value):
+            shade = "black" if value > 0.6 * highest else "white"
+            axes.text(column, row, f"{value:.4f}", ha="center", va="center", fontsize=7, color=shade)
+    axes.set_xticks(range(columns))
+    axes.set_yticks(range(len(attentions)), [f"{kind} {layer}" for kind, layer in attentions])
+    axes.set_xlabel("head")
+    figure.colorbar(image, ax=axes, label="importance, nats a target token")
+    return figure
+
+
+def training_history(run_dir: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
+    """What a training logged: for each quantity the update and the value, in order.
+
+    Taken from the `trainer_state.json` that knows of most updates: in the folder itself, where a finished run leaves
+    it, or in one of its checkpoints; it tells of the whole run, also of one that was resumed. Where there is none, as
+    before the first checkpoint, from the TensorBoard events in `runs/`.
+
+    Args:
+        run_dir: the `output_dir` of a training, or a checkpoint.
+
+    Returns:
+        For example {"loss": [(20, 6.9), ...], "learning_rate": ..., "eval_loss": ..., "eval_bleu": ...}.
+
+    Raises:
+        NotADirectoryError: `run_dir` is no folder.
+        ValueError: nothing was logged there.
+    """
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise NotADirectoryError(f"expected the folder of a training, got {str(folder)!r}")
+    history: dict[str, dict[int, float]] = {}
+    furthest = -1
+    for path in (folder / "trainer_state.json", *sorted(folder.glob("checkpoint-*/trainer_state.json"))):
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            step, entries = int(state["global_step"]), state["log_history"]
+            found: dict[str, dict[int, float]] = {}
+            for entry in entries:
+                for name, value in entry.items():
+                    if name not in ("step", "epoch") and isinstance(value, (int, float)):
+                        found.setdefault(name, {})[int(entry["step"])] = float(value)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("stepped over %s, which is not whole: %s", path, error)
+            continue
+        if step > furthest:
+            history, furthest = found, step
+    if not history:
+        history = _tensorboard_history(folder)
+    if not history:
+        raise ValueError(
+            f"{folder} holds no log of a training: neither trainer_state.json, in it or in a checkpoint, nor "
+            "TensorBoard events in runs/"
+        )
+    return {name: sorted(values.items()) for name, values in history.items()}
+
+
+def _tensorboard_history(folder: Path) -> dict[str, dict[int, float]]:
+    """The scalars of all events of a run under the names that the trainer's log has."""
+    files = sorted(folder.glob("runs/**/events.out.tfevents.*"))
+    if not files:
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    history: dict[str, dict[int, float]] = {}
+    for file in files:
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            group, _, name = tag.rpartition("/")
+            name = f"eval_{name}" if group == "eval" else name
+            history.setdefault(name, {}).update({event.step: event.value for event in events.Scalars(tag)})
+    return history
+
+
+def curves_figure(history: Mapping[str, Sequence[tuple[int, float]]], title: str | None = None) -> Figure:
+    """Loss, learning rate and BLEU of a training over its updates, each where it was logged.
+
+    Args:
+        history: what `training_history` returned.
+        title: a line above the picture. None: no title.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: nothing of these was logged.
+    """
+    panels: dict[str, dict[str, str | None]] = {
+        "loss, nats a token": {"loss": "training (label-smoothed)", "eval_loss": "validation"},
+        "learning rate": {"learning_rate": None},
+        "BLEU": {"eval_bleu": "validation"},
+    }
+    shown = {label: lines for label, lines in panels.items() if any(history.get(name) for name in lines)}
+    if not shown:
+        raise ValueError(
+            f"expected loss, learning_rate or eval_bleu in the log, got {', '.join(history) or 'nothing'}"
+        )
+    figure = _new_figure(7.5, 0.4 + 2.4 * len(shown))
+    grid = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
+    for axes, (label, lines) in zip(grid, shown.items(), strict=True):
+        for name, line in lines.items():
+            points = history.get(name)
+            if points:
+                marker = "o" if name.startswith("eval") or len(points) == 1 else None
+                axes.plot(*zip(*points, strict=True), label=line, marker=marker, markersize=3, linewidth=1.2)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(fontsize=8)
+    grid[-1].set_xlabel("update")
+    if title is not None:
+        figure.suptitle(_escaped(title), fontsize=MAX_FONT_POINTS, parse_math=False)
     return figure
 
 
@@ -281,14 +809,16 @@ def _ticks(labels: list[str], cell_inches: float) -> tuple[list[int], list[str]]
     return list(range(0, len(labels), step)), labels[::step]
 
 
-def _visible(token: str) -> str:
-    """A token as a label: spaces and everything else that cannot be seen become visible."""
-    return _escaped(token).replace(" ", VISIBLE_SPACE) or "(empty)"
+def _visible(token: str, keep: str = "") -> str:
+    """A token as a label: spaces and everything else that cannot be seen become visible, but for what `keep` holds."""
+    return _escaped(token, keep if token.strip(keep) else "").replace(" ", VISIBLE_SPACE) or "(empty)"
 
 
-def _escaped(text: str) -> str:
+def _escaped(text: str, keep: str = "") -> str:
     return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        character
+        if character.isprintable() or character in keep
+        else character.encode("unicode_escape").decode("ascii")
         for character in text
     )
 

@@ -102,6 +102,8 @@ class VanillaTransformerLoader(ModelLoader):
                 f"the tokenizer has {len(tokenizer)} words and the model {config.vocab_size}: it is not the tokenizer "
                 "of this model."
             )
+        if config.pruned_heads is not None:
+            raise ValueError("this model has pruned_heads; CTranslate2 knows only one number of heads for all layers.")
         for name in ("decoder_start_token_id", "eos_token_id"):
             if getattr(config, name) is None:
                 raise ValueError(f"CTranslate2 needs {name}, and the configuration of the model has none.")

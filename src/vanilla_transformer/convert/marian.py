@@ -275,6 +275,7 @@ def check_ours(config: VanillaTransformerConfig) -> None:
             f"d_k={d_k}, d_v={d_v}, num_heads={config.num_heads} and d_model={config.d_model}",
             "d_k = d_v = d_model / num_heads",
         ),
+        (config.pruned_heads is not None, "pruned_heads", "one number of heads for all layers"),
         (
             config.layer_norm_eps != LAYER_NORM_EPS,
             f"layer_norm_eps={config.layer_norm_eps}",
