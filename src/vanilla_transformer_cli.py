@@ -30,6 +30,7 @@ VERBS = {
     "evaluate": "BLEU, chrF and perplexity of a model on parallel text",
     "score": "log-probabilities of given translations",
     "average": "the last checkpoints of a run as one model",
+    "attention": "look inside: every attention of a translation, as a page or a picture",
     "prune": "find out which attention heads matter, and take the others out",
     "convert": "take over a model that others trained, or write one for other tools",
     "push": "upload a model with its code, tokenizer, settings and card to the Hub",
@@ -367,6 +368,70 @@ def evaluate_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def attention_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer attention`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} attention",
+        description="Shows which tokens each head looks at, in the encoder, in the decoder and between them. An "
+        "output that ends in .html is one page to explore with mouse and keyboard, which works offline; one in .png, "
+        ".svg or .pdf is a picture (extra [demo]).",
+        epilog="Kinds, layers and heads that are not chosen are all in a picture; a page has them all in any case "
+        "and begins with what is chosen. Layers and heads count from 0; heads that were pruned are missing, and the "
+        "others keep their numbers.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--text", metavar="T", help="a sentence to translate")
+    what.add_argument(
+        "--input",
+        type=input_file,
+        metavar="F",
+        help="UTF-8 text, .gz by name, - is standard input: a page for all its lines",
+    )
+    what.add_argument(
+        "--positions", type=whole_number, metavar="N", help="draw the model's encoding of the first N positions"
+    )
+    what.add_argument(
+        "--curves", type=existing_folder, metavar="RUN_DIR", help="draw loss, learning rate and BLEU of a training"
+    )
+    parser.add_argument(
+        "--model", type=model_name, metavar="M", default=argparse.SUPPRESS, help="folder, or name on the Hub"
+    )
+    parser.add_argument(
+        "--target",
+        metavar="T",
+        default=argparse.SUPPRESS,
+        help="the translation of --text to look at (default: the model's own)",
+    )
+    parser.add_argument("--kind", choices=("encoder", "decoder", "cross"), default=argparse.SUPPRESS, help="attention")
+    parser.add_argument(
+        "--layer", type=int, metavar="N", default=argparse.SUPPRESS, help="a layer; negative ones count from the last"
+    )
+    parser.add_argument("--head", type=int, metavar="N", default=argparse.SUPPRESS, help="a head")
+    parser.add_argument(
+        "--output",
+        required=True,
+        type=output_file,
+        metavar="F",
+        default=argparse.SUPPRESS,
+        help="what to write: .html, .png, .svg or .pdf",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="cpu, cuda, cuda:1 ... (default: cuda if there is one)",
+    )
+    parser.add_argument(
+        "--revision", metavar="R", default=argparse.SUPPRESS, help="branch, tag or commit on the Hub (default: main)"
+    )
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="let code stored with the model run; models of this package do not need it",
+    )
+    return parser
+
+
 def prune_parser() -> argparse.ArgumentParser:
     """Arguments of `vanilla-transformer prune`."""
     parser = OneLineParser(
@@ -604,6 +669,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "evaluate": evaluate_parser,
     "score": score_parser,
     "average": average_parser,
+    "attention": attention_parser,
     "prune": prune_parser,
     "convert": convert_parser,
     "push": push_parser,

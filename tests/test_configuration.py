@@ -232,7 +232,7 @@ CHANGED = {
     "final_norm": False,
     "attention_bias": True,
     "output_bias": True,
-    "pruned_heads": {"encoder": [[0], [1, 3]], "cross": [[], []]},
+    "pruned_heads": {"encoder": [[0], [1, 3]], "cross": [[], [2], []]},
     "layer_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "label_smoothing": 0.0,

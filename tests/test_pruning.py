@@ -135,7 +135,7 @@ def model(tiny_tokenizer):
         )
     )
     randomise(model, std=0.4)
-    return model.double()
+    return model.double().eval()
 
 
 @pytest.mark.parametrize("pruned", [None, {"encoder": [[0], []], "cross": [[1, 2], []]}], ids=["full", "pruned"])
@@ -170,7 +170,7 @@ def test_importance_is_the_mean_absolute_slope_of_the_loss_of_each_pair(model, t
             measured.append(list(losses()))
         columns.copy_(as_it_was)
         slopes = [(above - below) / (2 * step) for above, below in zip(*measured, strict=True)]
-        assert each.importance > 0.01
+        assert each.importance > 0.001
         assert each.importance == pytest.approx(sum(map(abs, slopes)) / tokens, rel=1e-4), each
 
 

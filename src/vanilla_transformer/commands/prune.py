@@ -74,7 +74,8 @@ def main(argv: list[str]) -> int:
         print(f"importance of each head, nats a target token{'' if heads_kept is None else '; [ ] is taken out'}")
         print(importance_table(heads, kept))
         if heads_kept is not None:
-            smaller = prune_heads(model, pruned_heads_of(model.config, kept)).to(dtype=stored)
+            smaller = prune_heads(model, pruned_heads_of(model.config, kept))
+            smaller.to(dtype=stored)  # type: ignore[call-arg]
             run = record_of(arguments.model)
             run.evaluations, run.kept_update = [], None
             with new_folder(arguments.output_dir) as folder:
