@@ -1,6 +1,7 @@
-"""Cross-attention of a sentence pair against equation (1) on the layer's own projections, and the picture of it."""
+"""Cross-attention of a sentence pair against equation (1) on the own projections of the layer, and all pictures."""
 
 import builtins
+import json
 import math
 import re
 
@@ -10,8 +11,21 @@ import torch
 from PIL import Image
 
 from small_models import small_model
+from vanilla_transformer.modeling_vanilla_transformer import sinusoidal_encoding
 from vanilla_transformer.tokenization import train_tokenizer
-from vanilla_transformer.visualization import attention_figure, cross_attention_of, plot_attention, token_texts
+from vanilla_transformer.visualization import (
+    all_attentions_of,
+    attention_figure,
+    attentions_figure,
+    cross_attention_of,
+    curves_figure,
+    importance_figure,
+    plot_attention,
+    positions_figure,
+    save_figure,
+    token_texts,
+    training_history,
+)
 
 
 SOURCE = "The ticket costs twelve euro."
@@ -286,3 +300,161 @@ def test_missing_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=re.escape('pip install "vanilla-transformer[demo]"')):
         attention_figure(some_weights(1, 1), ["a"], ["b"])
+
+
+# --- Every attention, positions, importance, curves --------------------------------------------------------------
+
+
+@pytest.fixture
+def attentions(model, tokenizer):
+    return all_attentions_of(model, tokenizer, SOURCE, TARGET)
+
+
+def panels_of(figure) -> dict[str, np.ndarray]:
+    """The heat maps of a figure by their titles."""
+    return {axes.get_title(): axes.get_images()[0].get_array() for axes in figure.axes if axes.get_images()}
+
+
+def test_a_figure_of_all_attentions_has_a_panel_for_each_head(attentions):
+    panels = panels_of(attentions_figure(attentions))
+    titles = {f"{kind} {layer}, head {head}" for kind, layer in [*ATTENTIONS] for head in range(4)}
+    assert set(panels) - {""} == titles
+    for kind, layer in ATTENTIONS:
+        for head in range(4):
+            np.testing.assert_array_equal(
+                panels[f"{kind} {layer}, head {head}"], attentions.weights[kind][layer][head]
+            )
+
+
+ATTENTIONS = [("encoder", 0), ("encoder", 1), *((kind, layer) for kind in ("decoder", "cross") for layer in range(3))]
+
+
+@pytest.mark.parametrize(
+    "chosen, count",
+    [({"kind": "cross"}, 12), ({"layer": -1}, 12), ({"head": 2}, 8), ({"kind": "encoder", "head": 0}, 2)],
+)
+def test_what_is_chosen_is_drawn(attentions, chosen, count):
+    titles = [title for title in panels_of(attentions_figure(attentions, **chosen)) if title]
+    assert len(titles) == count
+    assert all(chosen.get("kind", "") in title for title in titles)
+    assert all(f"head {chosen.get('head', '')}" in title for title in titles)
+
+
+def test_a_single_head_is_one_heat_map_with_its_tokens(attentions):
+    figure = attentions_figure(attentions, kind="decoder", layer=1, head=3, title="$1")
+    image = figure.axes[0].get_images()[0].get_array()
+    np.testing.assert_array_equal(image, attentions.weights["decoder"][1][3])
+    columns, rows = labels_of(figure.axes[0])
+    assert columns == [token.replace(" ", "␣") for token in attentions.read_tokens]
+    assert rows == [token.replace(" ", "␣") for token in attentions.target_tokens]
+
+
+@pytest.mark.parametrize(
+    "chosen, words",
+    [
+        ({"kind": "self"}, "kind must be one of encoder, decoder, cross, got 'self'"),
+        ({"layer": 2}, "layer must lie between -2 and 1 for encoder attention, got 2"),
+        ({"kind": "cross", "layer": -4}, "layer must lie between -3 and 2 for cross attention, got -4"),
+        ({"head": 4}, "has the heads 0, 1, 2, 3, got head 4"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_named(attentions, chosen, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        attentions_figure(attentions, **chosen)
+
+
+@pytest.mark.parametrize("ending, begins", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
+def test_the_ending_of_the_file_names_the_format(tmp_path, ending, begins):
+    path = save_figure(attention_figure(some_weights(2, 2), ["a", "b"], ["c", "d"]), tmp_path / f"a.{ending}")
+    assert path.read_bytes().startswith(begins)
+    with pytest.raises(ValueError, match="must end in one of .png, .svg, .pdf, got"):
+        save_figure(attention_figure(some_weights(1, 1), ["a"], ["b"]), tmp_path / "a.jpg")
+
+
+def test_positions_are_drawn_with_the_values_given():
+    """Hand-computed: the sine and the cosine of the position stand in the first two dimensions."""
+    values = sinusoidal_encoding(torch.arange(20), 8)
+    figure = positions_figure({"sinusoids": values, "others": torch.zeros(3, 2)})
+    assert [axes.get_title() for axes in figure.axes[:2]] == ["sinusoids", "others"]
+    (image,) = figure.axes[0].get_images()
+    assert image.get_array().shape == (20, 8)
+    np.testing.assert_allclose(image.get_array()[:, 0], [math.sin(position) for position in range(20)], atol=1e-6)
+    np.testing.assert_allclose(image.get_array()[:, 1], [math.cos(position) for position in range(20)], atol=1e-6)
+    assert image.get_clim() == (-1, 1)
+    with pytest.raises(ValueError, match=r"shape \(positions, d_model\), got \(3,\)"):
+        positions_figure({"a": torch.zeros(3)})
+
+
+def test_importances_stand_in_the_cell_of_their_head():
+    figure = importance_figure([("encoder", 0, 0, 0.5), ("encoder", 0, 2, 0.25), ("cross", 1, 1, 1.0)])
+    axes = figure.axes[0]
+    cells = np.ma.filled(axes.get_images()[0].get_array(), np.nan)
+    np.testing.assert_array_equal(cells, [[0.5, np.nan, 0.25], [np.nan, 1.0, np.nan]])
+    assert labels_of(axes)[1] == ["encoder 0", "cross 1"]
+    assert {text.get_position(): text.get_text() for text in axes.texts} == {
+        (0, 0): "0.5000",
+        (2, 0): "0.2500",
+        (1, 1): "1.0000",
+    }
+
+
+LOG = [
+    {"step": 10, "epoch": 0.5, "loss": 5.0, "learning_rate": 0.1},
+    {"step": 20, "epoch": 1.0, "loss": 4.0, "learning_rate": 0.2},
+    {"step": 20, "epoch": 1.0, "eval_loss": 4.5, "eval_bleu": 1.5, "note": "text"},
+]
+HISTORY = {
+    "loss": [(10, 5.0), (20, 4.0)],
+    "learning_rate": [(10, 0.1), (20, 0.2)],
+    "eval_loss": [(20, 4.5)],
+    "eval_bleu": [(20, 1.5)],
+}
+
+
+def test_the_log_of_a_training_is_that_of_the_state_that_knows_most(tmp_path, caplog):
+    for name, state in {
+        "checkpoint-10": json.dumps({"global_step": 10, "log_history": LOG[:1]}),
+        "checkpoint-20": json.dumps({"global_step": 20, "log_history": LOG}),
+        "checkpoint-30": '{"global_step": 30, "log_his',
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(state)
+    assert training_history(tmp_path) == HISTORY
+    assert "stepped over" in caplog.text
+    assert "checkpoint-30" in caplog.text
+    assert training_history(tmp_path / "checkpoint-10") == {"loss": [(10, 5.0)], "learning_rate": [(10, 0.1)]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 40, "log_history": LOG[:2]}))
+    assert set(training_history(tmp_path)) == {"loss", "learning_rate"}
+    with pytest.raises(NotADirectoryError, match="expected the folder of a training"):
+        training_history(tmp_path / "trainer_state.json")
+
+
+def test_before_the_first_checkpoint_the_log_is_that_of_tensorboard(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with pytest.raises(ValueError, match="holds no log of a training"):
+        training_history(tmp_path)
+    with SummaryWriter(tmp_path / "runs" / "now") as writer:
+        for name, values in HISTORY.items():
+            group, _, rest = name.partition("_")
+            for step, value in values:
+                writer.add_scalar(f"eval/{rest}" if group == "eval" else f"train/{name}", value, step)
+    found = training_history(tmp_path)
+    assert set(found) == set(HISTORY)
+    for name, values in HISTORY.items():
+        assert found[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in values]
+
+
+def test_curves_go_through_what_was_logged():
+    figure = curves_figure(HISTORY, title="run")
+    drawn = {
+        axes.get_ylabel(): [list(map(tuple, line.get_xydata())) for line in axes.get_lines()] for axes in figure.axes
+    }
+    assert drawn == {
+        "loss, nats a token": [HISTORY["loss"], HISTORY["eval_loss"]],
+        "learning rate": [HISTORY["learning_rate"]],
+        "BLEU": [HISTORY["eval_bleu"]],
+    }
+    assert len(curves_figure({"loss": [(1, 2.0)], "other": [(1, 1.0)]}).axes) == 1
+    with pytest.raises(ValueError, match="expected loss, learning_rate or eval_bleu in the log, got other"):
+        curves_figure({"other": [(1, 1.0)]})
