@@ -1,4 +1,4 @@
-"""A real browser for the tests: chromium without a window, told what to do through a pipe by the DevTools protocol."""
+"""Pages as a browser sees them: taken apart into tags, or in chromium, told what to do by the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,30 @@ def find_chromium() -> str | None:
     """The path of chromium or Chrome; None where there is none."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((path for name in names if (path := shutil.which(name))), None)
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text in each script, of a page as a browser takes it apart."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, text):
+        if self.cdata_elem == "script":
+            self.scripts[-1] += text
+
+    @property
+    def data(self) -> dict:
+        return json.loads(self.scripts[0])
 
 
 class Browser:

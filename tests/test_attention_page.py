@@ -2,10 +2,8 @@
 
 import base64
 import hashlib
-import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 import reference
-from browser import find_chromium, running_browser
+from browser import Page, find_chromium, running_browser
 from small_models import hyper_of, numpy_weights, small_model
 from vanilla_transformer import visualization
 from vanilla_transformer.pruning import prune_heads
@@ -40,30 +38,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model(tokenizer):
     return small_model(vocab_size=len(tokenizer))
-
-
-class Page(HTMLParser):
-    """Tags with their attributes, and the text in each script, of a page as a browser takes it apart."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.scripts: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, text):
-        if self.cdata_elem == "script":
-            self.scripts[-1] += text
-
-    @property
-    def data(self) -> dict:
-        return json.loads(self.scripts[0])
 
 
 def recorded(model, tokenizer, source: str, target: str) -> dict[str, list[np.ndarray]]:
