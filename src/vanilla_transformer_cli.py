@@ -177,9 +177,12 @@ def model_name(text: str) -> str:
 
 
 def _add_model_arguments(
-    parser: argparse.ArgumentParser, searches: bool = True, tokens_per_batch: int = 4096, precision: bool = True
+    parser: argparse.ArgumentParser, searches: bool = True, tokens_per_batch: int = 4096, own_only: bool = False
 ) -> None:
-    """What `translate`, `evaluate` and, but for the search, `score` have in common; `prune`, but for the precision."""
+    """What `translate`, `evaluate` and, but for the search, `score` have in common.
+
+    With `own_only` no precision, and no code that lies with the model: `prune`, for models of this package.
+    """
     parser.add_argument(
         "--model",
         required=True,
@@ -209,7 +212,7 @@ def _add_model_arguments(
         default=argparse.SUPPRESS,
         help="cpu, cuda, cuda:1 ... (default: cuda if there is one)",
     )
-    if precision:
+    if not own_only:
         parser.add_argument(
             "--dtype",
             choices=("float32", "bfloat16", "float16", "int8"),
@@ -219,11 +222,12 @@ def _add_model_arguments(
     parser.add_argument(
         "--revision", metavar="R", default=argparse.SUPPRESS, help="branch, tag or commit on the Hub (default: main)"
     )
-    parser.add_argument(
-        "--trust_remote_code",
-        action="store_true",
-        help="let code stored with the model run; models of this package do not need it",
-    )
+    if not own_only:
+        parser.add_argument(
+            "--trust_remote_code",
+            action="store_true",
+            help="let code stored with the model run; models of this package do not need it",
+        )
 
 
 def demo_parser() -> argparse.ArgumentParser:
@@ -443,7 +447,7 @@ def prune_parser() -> argparse.ArgumentParser:
         "that paper, unless --ranking importance. Each attention keeps one head at least. The curve of BLEU against "
         "heads kept: scripts/prune_curve.py.",
     )
-    _add_model_arguments(parser, searches=False, tokens_per_batch=2048, precision=False)
+    _add_model_arguments(parser, searches=False, tokens_per_batch=2048, own_only=True)
     for side in ("source", "target"):
         parser.add_argument(
             f"--{side}",

@@ -254,7 +254,7 @@ def prune_heads(model: Model, pruned_heads: dict[str, list[list[int]]]) -> Model
                 f"the model has only the heads {had} in layer {layer} of {kind!r}; pruned_heads must name those that "
                 f"it lacks, but would leave {keeps}."
             )
-        places = torch.tensor([had.index(head) for head in keeps], device=model.device)
+        places = torch.tensor([had.index(head) for head in keeps])
         attention.num_heads = len(keeps)
         with torch.no_grad():
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
@@ -270,7 +270,8 @@ def prune_heads(model: Model, pruned_heads: dict[str, list[list[int]]]) -> Model
 
 def _of_heads(matrix: torch.Tensor, axis: int, num_heads: int, places: torch.Tensor) -> torch.Tensor:
     """The rows (axis 0) or columns (axis 1) of some heads."""
-    return matrix.unflatten(axis, (num_heads, -1)).index_select(axis, places).flatten(axis, axis + 1).contiguous()
+    heads = matrix.unflatten(axis, (num_heads, -1)).index_select(axis, places.to(matrix.device))
+    return heads.flatten(axis, axis + 1).contiguous()
 
 
 def importance_table(heads: Sequence[Head], kept: Sequence[Head] | None = None) -> str:

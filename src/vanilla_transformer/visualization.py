@@ -490,16 +490,15 @@ def attentions_figure(
     figure = _new_figure(width * shrink, height * shrink)
     font_points = min(7.0, max(2.5, panel_inches * shrink * 72 / longest * 0.8))
     grid = figure.subplots(len(panels), len(heads), squeeze=False)
-    image = None
+    images = []
     for across, (each, number, numbers) in zip(grid, panels, strict=True):
         rows, columns = attentions.tokens(each)
         for place, axes in enumerate(across):
             if heads[place] not in numbers:
                 axes.set_axis_off()
                 continue
-            image = axes.imshow(
-                attentions.of(each, number, heads[place]), cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest"
-            )
+            weights = attentions.of(each, number, heads[place])
+            images.append(axes.imshow(weights, cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest"))
             axes.set_title(f"{each} {number}, head {heads[place]}", fontsize=7)
             axes.tick_params(length=0, pad=1)
             axes.set_xticks([])
@@ -511,8 +510,7 @@ def attentions_figure(
                 axes.set_yticks(
                     range(len(rows)), [_visible(token) for token in rows], fontsize=font_points, parse_math=False
                 )
-    assert image is not None  # for mypy: there is a panel
-    figure.colorbar(image, ax=grid, label="attention weight", shrink=min(1.0, 3.0 / (height * shrink)), pad=0.01)
+    figure.colorbar(images[0], ax=grid, label="attention weight", shrink=min(1.0, 3.0 / (height * shrink)), pad=0.01)
     if title is not None:
         figure.suptitle(_escaped(title), fontsize=MAX_FONT_POINTS, parse_math=False)
     return figure

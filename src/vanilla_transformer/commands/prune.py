@@ -50,7 +50,6 @@ def main(argv: list[str]) -> int:
             device=given.get("device"),
             dtype="auto",  # the smaller model is stored as this one is
             revision=given.get("revision"),
-            trust_remote_code=arguments.trust_remote_code,
         )
         if not isinstance(model, VanillaTransformerForConditionalGeneration):
             raise ValueError(f"{arguments.model} holds a {type(model).__name__}; prune takes models of this package.")
