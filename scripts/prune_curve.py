@@ -36,7 +36,7 @@ from vanilla_transformer_cli import (
 )
 
 
-ORDERS = ("layer_norm", "importance", "random")
+ORDERS = ("importance", "layer_norm", "random")
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output_dir", type=output_folder, metavar="D", help="for curve.json and curve.png", **needed)
     parser.add_argument("--points", type=whole_number, metavar="N", default=8, help="numbers of heads to try")
     parser.add_argument(
-        "--orders", nargs="+", choices=ORDERS, default=["layer_norm", "random"], help="which heads go first"
+        "--orders", nargs="+", choices=ORDERS, default=["importance", "random"], help="which heads go first"
     )
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the random order")
     parser.add_argument(

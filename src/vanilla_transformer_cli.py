@@ -443,8 +443,8 @@ def prune_parser() -> argparse.ArgumentParser:
         description="Measures how much each attention head matters for the loss on parallel text (Michel et al. 2019: "
         "the mean absolute slope of the loss in a factor on the head), takes the least important heads out, and "
         "writes the smaller model.",
-        epilog="Heads of different layers are ranked by importance divided by the l2 norm of their attention's, as in "
-        "that paper, unless --ranking importance. Each attention keeps one head at least. The curve of BLEU against "
+        epilog="With --ranking layer_norm heads are ranked by their importance divided by the l2 norm of those in the "
+        "same attention, as in that paper. Each attention keeps one head at least. The curve of BLEU against "
         "heads kept: scripts/prune_curve.py.",
     )
     _add_model_arguments(parser, searches=False, tokens_per_batch=2048, own_only=True)
@@ -463,9 +463,9 @@ def prune_parser() -> argparse.ArgumentParser:
     how_many.add_argument("--importance_only", action="store_true", help="measure, and write no model")
     parser.add_argument(
         "--ranking",
-        choices=("layer_norm", "importance"),
-        default="layer_norm",
-        help="rank heads by their importance over the norm of their layer's, or by their importance itself",
+        choices=("importance", "layer_norm"),
+        default="importance",
+        help="rank heads by their importance, or by that over the norm of their layer's",
     )
     parser.add_argument(
         "--output_dir",

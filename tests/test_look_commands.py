@@ -141,7 +141,7 @@ def test_a_mistake_in_attention_is_one_line(capsys, monkeypatch, folder, tiny_to
 
 def test_prune_writes_the_smaller_model_and_what_it_measured(capsys, folder, files, tmp_path):
     output, table, picture = tmp_path / "smaller", tmp_path / "heads.json", tmp_path / "heads.png"
-    more = ["--json", table, "--picture", picture]
+    more = ["--ranking", "layer_norm", "--json", table, "--picture", picture]
     code, out, err = run(
         capsys, "prune", "--model", folder, *files, "--keep_fraction", "0.5", "--output_dir", output, *more
     )
@@ -155,6 +155,9 @@ def test_prune_writes_the_smaller_model_and_what_it_measured(capsys, folder, fil
     assert [each["rank_by"] for each in written] == pytest.approx([each.importance for each in ranked], rel=1e-4)
     assert sum(each["kept"] for each in written) == 16
     smaller = AutoModelForSeq2SeqLM.from_pretrained(output)
+    by_rank = sorted(written, key=lambda each: -each["rank_by"])
+    best_of_layer = {(each["kind"], each["layer"]): each["head"] for each in reversed(by_rank)}
+    assert all(each["kept"] for each in written if best_of_layer[each["kind"], each["layer"]] == each["head"])
     left = {(each["kind"], each["layer"], each["head"]) for each in written if each["kept"]}
     assert left == {
         (kind, layer, head) for kind, layer in attentions_of(smaller) for head in smaller.config.heads_of(kind, layer)
@@ -234,7 +237,7 @@ def test_the_curve_begins_with_the_whole_model_and_ends_with_one_head_an_attenti
     sources, targets = (list(side) for side in zip(*TINY_CORPUS, strict=True))
     texts = [best.text for best, *_ in translate_lines(model, tokenizer, sources, num_beams=1)]
     expected = corpus_scores(texts, [targets])["bleu"]["score"]
-    assert set(results["orders"]) == {"layer_norm", "random"}
+    assert set(results["orders"]) == {"importance", "random"}
     for points in results["orders"].values():
         assert [point["heads"] for point in points] == [32, 20, 8]
         assert points[0]["bleu"] == pytest.approx(expected)

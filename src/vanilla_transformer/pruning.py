@@ -11,8 +11,8 @@ and the importance is how much the loss would change with it, whatever the sign,
 
 L(x) is the cross-entropy of the target given the source, summed over its tokens and not smoothed; here the sum over
 all pairs is divided by the number of target tokens, so that I_h is in nats a token. One pass forward and one backward
-measures all heads. Heads of different layers are compared after dividing by the l2 norm of the importances of their
-attention, as there.
+measures all heads. Heads are ranked by I_h itself, or, as there, by I_h over the l2 norm of the importances in their
+attention (`comparable_across_layers`).
 """
 
 from __future__ import annotations
