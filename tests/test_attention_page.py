@@ -98,9 +98,10 @@ def test_whatever_the_text_the_page_has_the_same_tags_and_the_text_as_data(model
         return attention_page([found, found], title=title), found
 
     plain, hostile = Page(page_of(SOURCE, TARGET, "a")[0]), Page(page_of(text, text, text)[0])
-    assert hostile.tags == plain.tags
-    assert hostile.scripts[1] == plain.scripts[1]
-    assert len(hostile.scripts) == 2
+    assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in plain.tags]
+    same_attributes, same_script = hostile.tags == plain.tags, hostile.scripts[1:] == plain.scripts[1:]
+    assert same_attributes
+    assert same_script  # pytest would take minutes over the difference
     for sentence in hostile.data["sentences"]:
         assert sentence["source"] == sentence["target"] == text
         shown = "".join(sentence["tokens"]["source"][:-1])
