@@ -1,13 +1,14 @@
 """Parallel text: from files or a dataset to pairs, from pairs to token ids, and to batches of bounded size.
 
-``load_pairs`` reads text, ``tokenize_pairs`` encodes it once (both keep their result in the cache of `datasets` and
-map it into memory, so that the corpus may be larger than the memory), ``TokenBatchSampler`` plans the batches of an
-epoch and ``TranslationCollator`` pads one batch. The batches follow Vaswani et al. 2017, 5.1: "Sentence pairs were
+``load_pairs`` reads text, ``tokenize_pairs`` encodes it once (both keep their result on disk, see `shards`, and map it
+into memory, so that the corpus may be larger than the memory), ``TokenBatchSampler`` plans the batches of an epoch and
+``TranslationCollator`` pads one batch. The batches follow Vaswani et al. 2017, 5.1: "Sentence pairs were
 batched together by approximate sequence length. Each training batch contained a set of sentence pairs containing
 approximately 25000 source tokens and 25000 target tokens."
 """
 
 import codecs
+import functools
 import gzip
 import hashlib
 import heapq
@@ -17,27 +18,30 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset, DatasetDict, Features, Value, load_dataset, load_from_disk
+from datasets import Dataset, Features, Value, load_dataset, load_from_disk
 from datasets import Sequence as ListOf
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from datasets.fingerprint import Hasher
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
+from vanilla_transformer.shards import cache_folder, make_from_rows, make_in_parts, making, open_table
+
 
 logger = logging.getLogger(__name__)
 
 # Part of every fingerprint: raise it when the meaning of a cached result changes.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 _SOURCE_AND_TARGET = ("source", "target")
 
@@ -225,11 +229,13 @@ def load_pairs(
     split: str | None = None,
     source_lang: str | None = None,
     target_lang: str | None = None,
+    cache_dir: PathLike | None = None,
+    overwrite_cache: bool = False,
 ) -> Dataset:
     """Opens a parallel corpus, either from plain files or from a dataset, without holding it in memory.
 
-    Text files are converted once into the cache of `datasets` (``HF_DATASETS_CACHE``). The cache knows them by name
-    and content, so that a changed file is read anew and the same file is not.
+    Text files are converted once, into ``cache_dir``. The cache knows them by their content, so that a changed file is
+    read anew and the same file is not.
 
     Args:
         source_files: Text file or files of the source language (``.gz`` by name), see `read_lines`.
@@ -242,6 +248,9 @@ def load_pairs(
         source_lang: Language code in ``translation``, or name of the text column, of the source; None means the
             column ``source``. Not used with files.
         target_lang: The same for the target; None means the column ``target``.
+        cache_dir: Folder for what is converted; None means ``vanilla_transformer`` in the cache of `datasets`
+            (``HF_DATASETS_CACHE``), and for a dataset that cache itself.
+        overwrite_cache: Whether the text is read anew although the cache has it.
 
     Returns:
         A dataset with the text columns ``source`` and ``target``. Blank lines are in it. Line breaks inside a
@@ -256,7 +265,9 @@ def load_pairs(
     if dataset is not None:
         if source_files is not None or target_files is not None:
             raise ValueError("expected either dataset or source_files and target_files, got both")
-        opened = _open_dataset(dataset, dataset_config, split, source_lang, target_lang)
+        opened = _open_dataset(
+            dataset, dataset_config, split, source_lang, target_lang, cache_dir=cache_dir, overwrite=overwrite_cache
+        )
         pairs = _text_columns(opened, str(os.fspath(dataset)), source_lang, target_lang)
         if len(pairs) == 0:
             raise ValueError(f"expected at least one pair of sentences, but dataset {os.fspath(dataset)!r} is empty")
@@ -271,33 +282,53 @@ def load_pairs(
             f"split and dataset_config belong to dataset, but text files were given with split={split!r} and "
             f"dataset_config={dataset_config!r}; leave them out"
         )
-    return _load_files(_paired_files(source_files, target_files))
+    return _load_files(_paired_files(source_files, target_files), cache_dir, overwrite_cache)
 
 
-def _load_files(files: list[tuple[str, str]]) -> Dataset:
+_TEXT_SCHEMA = pa.schema([(side, pa.string()) for side in _SOURCE_AND_TARGET])
+
+
+def _load_files(files: list[tuple[str, str]], cache_dir: PathLike | None, overwrite: bool) -> Dataset:
+    paths = [*chain.from_iterable(files)]
+    _require_regular_files(paths)
+    before = [_state_of(path) for path in paths]
     content = []
-    for path in chain.from_iterable(files):
+    for path in paths:
+        with open(path, "rb") as file:
+            content.append((_is_gzip(path), _content_hash(file)))
+    fingerprint = Hasher.hash((_CACHE_VERSION, "pairs", content))
+    folder = cache_folder(cache_dir) / f"pairs-{fingerprint}"
+    with making(folder, overwrite):
+        table = open_table(folder, fingerprint)
+        if table is None:
+            make_from_rows(folder, _text_batches(_iterate_pairs(files)), _TEXT_SCHEMA)
+            if changed := [path for path, state in zip(paths, before, strict=True) if _state_of(path) != state]:
+                (folder / "whole.json").unlink()  # what was read may not be what was hashed
+                raise ValueError(f"{changed[0]} changed while it was read; start again when it is complete")
+            table = open_table(folder, fingerprint)
+    if table is None:
+        raise OSError(f"{folder} was changed while it was made; start again")
+    return table
+
+
+def _require_regular_files(paths: Sequence[str]) -> None:
+    for path in paths:
         if path == "-" or not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError(
                 f"a training corpus is read more than once, but {_display_name(path)} is no regular file; save it to "
                 f"a file first"
             )
-        with open(path, "rb") as file:
-            content.append((_is_gzip(path), _content_hash(file)))
-    # The generator's arguments are what `datasets` makes the name of the cache from; tuples, as lists would be shards.
-    arguments = {"files": tuple(files), "content": tuple(content), "version": _CACHE_VERSION}
-    text_features = Features({column: Value("string") for column in _SOURCE_AND_TARGET})
-    try:
-        return Dataset.from_generator(_generate_rows, features=text_features, gen_kwargs=arguments)
-    except DatasetGenerationError as error:
-        raise _root_cause(error) from None
 
 
-def _generate_rows(
-    files: tuple[tuple[str, str], ...], content: tuple[tuple[bool, str], ...], version: int
-) -> Iterator[dict[str, str]]:
-    for source, target in _iterate_pairs(files):
-        yield {"source": source, "target": target}
+def _state_of(path: str) -> tuple[int, int]:
+    state = os.stat(path)
+    return state.st_size, state.st_mtime_ns
+
+
+def _text_batches(pairs: Iterator[tuple[str, str]]) -> Iterator[dict[str, list[str]]]:
+    while held := list(islice(pairs, 10_000)):
+        sources, targets = zip(*held, strict=True)
+        yield {"source": list(sources), "target": list(targets)}
 
 
 def _content_hash(file: Any) -> str:
@@ -315,8 +346,16 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _open_dataset(
-    dataset: PathLike, config: str | None, split: str | None, source_lang: str | None, target_lang: str | None
-) -> Dataset:
+    dataset: PathLike,
+    config: str | None,
+    split: str | None,
+    source_lang: str | None,
+    target_lang: str | None,
+    *,
+    cache_dir: PathLike | None = None,
+    overwrite: bool = False,
+    streaming: bool = False,
+) -> Any:
     name = str(os.fspath(dataset))
     path = Path(name)
     if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
@@ -348,10 +387,18 @@ def _open_dataset(
     else:
         source_of_data = name
 
+    if cache_dir is not None:
+        options["cache_dir"] = os.fspath(cache_dir)
+    if overwrite:
+        options["download_mode"] = "reuse_cache_if_exists"  # the files as they are, the tables made of them anew
     is_expression = split is not None and any(sign in split for sign in "[+")
+    if streaming and is_expression:
+        raise ValueError(f"a stream can only be that of a whole split, got split={split!r} of dataset {name!r}")
     try:
         # For a plain name the dictionary of all splits: a missing one is then reported with the names of the others.
-        opened = load_dataset(source_of_data, config, split=split if is_expression else None, **options)
+        opened = load_dataset(
+            source_of_data, config, split=split if is_expression else None, streaming=streaming, **options
+        )
     except DatasetNotFoundError as error:
         raise FileNotFoundError(
             f"dataset {name!r} is neither a local file or folder nor found on the Hub ({error})"
@@ -363,7 +410,7 @@ def _open_dataset(
     return _pick_split(opened, name, None if is_expression else split)
 
 
-def _pick_split(opened: Dataset | DatasetDict, name: str, split: str | None) -> Dataset:
+def _pick_split(opened: Any, name: str, split: str | None) -> Any:
     if isinstance(opened, Mapping):
         if split is None and len(opened) == 1:
             return next(iter(opened.values()))
@@ -454,11 +501,13 @@ def tokenize_pairs(
     drop: bool = True,
     num_proc: int | None = None,
     description: str = "",
+    cache_dir: PathLike | None = None,
+    overwrite_cache: bool = False,
 ) -> tuple[Dataset, PairCounts]:
-    """Encodes the pairs of `load_pairs`, once: the result is cached on disk by `datasets` and mapped into memory.
+    """Encodes the pairs of `load_pairs`, once: the result is kept on disk, see `shards`, and mapped into memory.
 
     The cache holds all pairs at full length and is found again by the text and the tokenizer; the limits are applied
-    afterwards, so that changing them encodes nothing anew.
+    afterwards, so that changing them encodes nothing anew. A call that was killed is gone on with by the next one.
 
     Args:
         pairs: Dataset with the text columns ``source`` and ``target``. A missing text (None) counts as blank.
@@ -468,8 +517,12 @@ def tokenize_pairs(
         drop: True (training): a pair with a blank or an over-long side is dropped as a pair, and counted. False
             (evaluation): every pair is kept, row i of the result belongs to row i of ``pairs``; a blank side becomes
             EOS alone, an over-long side is cut to its limit with EOS kept, and a warning names the line.
-        num_proc: Number of processes that encode; None means one (in which fast tokenizers use several threads).
+        num_proc: Number of processes that encode, at most; None means one (in which fast tokenizers use several
+            threads), and so it is for small corpora.
         description: What the corpus is called in messages, for example ``training``.
+        cache_dir: Folder for the result; None means ``vanilla_transformer`` in the cache of `datasets`. Pairs that
+            are in memory and not on disk are encoded in memory.
+        overwrite_cache: Whether the pairs are encoded anew although the cache has them.
 
     Returns:
         A dataset with the columns ``input_ids`` and ``labels`` (lists of int32, EOS last in both), and the counts.
@@ -490,17 +543,20 @@ def tokenize_pairs(
     blank_lengths = _require_eos(tokenizer)
 
     pairs = pairs.select_columns(list(_SOURCE_AND_TARGET))
-    identity = (_CACHE_VERSION, "tokenize", pairs._fingerprint, _tokenizer_identity(tokenizer))
-    encoded = pairs.map(
-        _encode_batch,
-        fn_kwargs={"tokenizer": tokenizer},
-        batched=True,
-        remove_columns=pairs.column_names,
-        features=_TOKEN_FEATURES,
-        num_proc=num_proc,
-        new_fingerprint=Hasher.hash(identity),
-        desc=f"Encoding {corpus}",
-    )
+    fingerprint = Hasher.hash((_CACHE_VERSION, "tokenize", pairs._fingerprint, _tokenizer_identity(tokenizer)))
+    encode = functools.partial(_encode_batch, tokenizer=tokenizer)
+    if pairs.cache_files:
+        folder = cache_folder(cache_dir) / f"tokens-{fingerprint}"
+        encoded = _encoded_on_disk(folder, fingerprint, pairs, encode, overwrite_cache, num_proc, f"Encoding {corpus}")
+    else:
+        encoded = pairs.map(
+            encode,
+            batched=True,
+            remove_columns=pairs.column_names,
+            features=_TOKEN_FEATURES,
+            new_fingerprint=fingerprint,
+            desc=f"Encoding {corpus}",
+        )
 
     source_lengths, target_lengths = token_lengths(encoded)
     # Text without a visible character was encoded as the empty string, so its length tells.
@@ -540,6 +596,26 @@ def tokenize_pairs(
 
 
 _TOKEN_FEATURES = Features({"input_ids": ListOf(Value("int32")), "labels": ListOf(Value("int32"))})
+_TOKEN_SCHEMA = pa.schema([(column, pa.list_(pa.int32())) for column in _TOKEN_FEATURES])
+
+
+def _encoded_on_disk(
+    folder: Path,
+    fingerprint: str,
+    pairs: Dataset,
+    encode: Callable[[dict[str, list]], dict[str, list]],
+    overwrite: bool,
+    num_proc: int | None,
+    description: str,
+) -> Dataset:
+    with making(folder, overwrite):
+        table = open_table(folder, fingerprint)
+        if table is None:
+            make_in_parts(folder, pairs, encode, _TOKEN_SCHEMA, num_proc=num_proc, description=description)
+            table = open_table(folder, fingerprint)
+    if table is None:
+        raise OSError(f"{folder} was changed while it was made; start again")
+    return table
 
 
 def _encode_batch(
@@ -844,7 +920,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def _shuffled_batches(self, order: np.ndarray, bounds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Puts the batches in random order, those of one update (``multiple_of`` in a row) being of like cost."""
-        batches = rng.permutation(self._batch_count)
+        batches = rng.permutation(len(bounds) - 1)[: self._batch_count]
         if self.multiple_of == 1:
             return batches
         # Coarse steps: within one, chance alone decides, so that an update mixes sentences of all lengths.
