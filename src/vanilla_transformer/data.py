@@ -33,7 +33,7 @@ from datasets import Sequence as ListOf
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from datasets.fingerprint import Hasher
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from vanilla_transformer.shards import cache_folder, make_from_rows, make_in_parts, making, open_table
 
@@ -626,6 +626,14 @@ def _encode_batch(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, **texts: list[str]) -> list[list[int]]:
+    """Token ids of sources (`text`) or of targets (`text_target`), EOS included, at full length."""
+    if type(tokenizer) is PreTrainedTokenizerFast:  # not one with rules of its own in Python, or for one side
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+        (lines,) = texts.values()
+        return [encoding.ids for encoding in backend.encode_batch_fast(lines)]  # half again as fast as the call below
     # verbose=False: over-long sentences are reported by tokenize_pairs, with their numbers.
     options = {"truncation": False, "padding": False, "return_attention_mask": False, "verbose": False}
     return tokenizer(**texts, **options)["input_ids"]

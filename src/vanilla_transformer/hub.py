@@ -110,6 +110,8 @@ class TrainingRun:
         source_lang, target_lang: Language codes, such as "en".
         dataset: Name of a dataset on the Hub.
         files: Names of the text files, without their folders.
+        corpora: Where several were mixed, one mapping each: `files`, `weight`, `pairs` (not of a stream).
+        streamed: Whether the text was read as a stream, through a shuffle buffer of `shuffle_buffer_size` pairs.
         training_pairs, validation_pairs: Pairs of sentences used.
         preset, config_overrides, recipe: As given to `train`.
         base_model: Name of the model that was fine-tuned.
@@ -118,6 +120,9 @@ class TrainingRun:
         updates, epochs, target_tokens: Done in all; target tokens without padding, since `resumed_at`.
         kept_update: The update whose weights were kept as the best, where it is not the last.
         seconds: Time of the training, evaluations in it counted, since `resumed_at`.
+        first_batch_seconds: From the start of the command, imports not counted, to the first batch of its training.
+        peak_memory_mib: Most memory until then, of the first process and those that it started, pages of mapped files
+            counted; `peak_memory_without_files_mib`: without them.
         resumed_at: The update from which the run went on.
         processes, hardware, software: What it ran on.
         train_loss: Mean of the run, label-smoothed, in nats a token.
@@ -129,6 +134,9 @@ class TrainingRun:
     target_lang: str | None = None
     dataset: str | None = None
     files: list[str] = field(default_factory=list)
+    corpora: list[dict[str, Any]] = field(default_factory=list)
+    streamed: bool | None = None
+    shuffle_buffer_size: int | None = None
     training_pairs: int | None = None
     validation_pairs: int | None = None
     preset: str | None = None
@@ -142,6 +150,9 @@ class TrainingRun:
     target_tokens: int | None = None
     kept_update: int | None = None
     seconds: float | None = None
+    first_batch_seconds: float | None = None
+    peak_memory_mib: int | None = None
+    peak_memory_without_files_mib: int | None = None
     resumed_at: int | None = None
     processes: int | None = None
     hardware: str | None = None
@@ -468,6 +479,7 @@ def training_rows(run: TrainingRun) -> list[tuple[str, str]]:
     rows = [
         ("languages", direction(run)),
         ("text", data),
+        ("mixture", plain(mixture_text(run))),
         ("validation", f"{run.validation_pairs:,} pairs" if run.validation_pairs else ""),
         ("recipe", plain(run.recipe or "")),
         ("fine-tuned from", plain(run.base_model or "")),
@@ -479,6 +491,18 @@ def training_rows(run: TrainingRun) -> list[tuple[str, str]]:
         ("training loss", f"{run.train_loss:.3f} nats a token, smoothed, mean of the run" if run.train_loss else ""),
     ]
     return [(name, value) for name, value in rows if value.strip()]
+
+
+def mixture_text(run: TrainingRun) -> str:
+    """In what proportion corpora were mixed, and through what buffer a stream was shuffled."""
+    parts = [
+        f"{' + '.join(corpus['files'])}{f', {pairs:,} pairs' if (pairs := corpus.get('pairs')) else ''}, weight "
+        f"{corpus['weight']:g}"
+        for corpus in run.corpora
+    ]
+    if run.streamed:
+        parts.append(f"streamed, shuffled within {run.shuffle_buffer_size:,} pairs a process")
+    return "; ".join(parts)
 
 
 def weights_text(run: TrainingRun) -> str:

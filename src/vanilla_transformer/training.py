@@ -46,6 +46,8 @@ from vanilla_transformer.hub import (
     shapes_in,
     write_model_card,
 )
+from vanilla_transformer.mixing import MixedTokenBatchSampler, Mixture
+from vanilla_transformer.streaming import RowsOfTheSampler, StreamedTokenBatches, TokenStream
 from vanilla_transformer.translation import length_batches
 
 
@@ -252,8 +254,11 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
     - `label_smoothing_factor` is refused: smoothing is the model's (`config.label_smoothing`), and only in training.
 
     Args:
-        args_and_kwargs: As for `Seq2SeqTrainer`; `processing_class` is the tokenizer.
+        args_and_kwargs: As for `Seq2SeqTrainer`; `processing_class` is the tokenizer. `train_dataset` may be a
+            `TokenStream`, which has no length and needs `max_steps` and `tokens_per_batch`.
         tokens_per_batch (`int`, *optional*): Replaces that of the training arguments.
+        mixture (`Mixture`, *optional*): Which corpora `train_dataset` consists of and in what proportion an epoch
+            has them; needs `tokens_per_batch`. None means each sentence once an epoch.
 
     Raises:
         ValueError: `label_smoothing_factor` other than 0, no `learning_rate` with `warmup_steps` below 1, or an
@@ -269,7 +274,13 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
     processing_class: Any
 
     def __init__(
-        self, model: Any = None, args: Any = None, *rest: Any, tokens_per_batch: int | None = None, **kwargs: Any
+        self,
+        model: Any = None,
+        args: Any = None,
+        *rest: Any,
+        tokens_per_batch: int | None = None,
+        mixture: Mixture | None = None,
+        **kwargs: Any,
     ):
         if args is not None and args.label_smoothing_factor:
             raise ValueError(
@@ -296,8 +307,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         if not has_collator and hasattr(self.model, "config"):
             self.data_collator = TranslationCollator(self.model.config.pad_token_id)
         if type(self.data_collator) is not TranslationCollator:  # which draws no random numbers
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            self.data_collator = CollatorWithItsOwnSeed(self.data_collator, seed)
+            self.data_collator = CollatorWithItsOwnSeed(self.data_collator, self._data_seed())
             self.add_callback(EpochOfCollator(self.data_collator))
         self._measures_bleu = (
             self.compute_metrics is None and self.args.predict_with_generate and self.processing_class is not None
@@ -307,6 +317,9 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         self.tokens_per_batch = tokens_per_batch
         if tokens_per_batch is None:
             self.tokens_per_batch = getattr(self.args, "tokens_per_batch", None)
+        self.mixture = mixture
+        if self.tokens_per_batch is None and (mixture is not None or isinstance(self.train_dataset, TokenStream)):
+            raise ValueError("a mixture of corpora, and a TokenStream, need tokens_per_batch, got None.")
         self._target_tokens: Any = 0
         self._target_tokens_of_run: Any = 0
         self._target_tokens_since = time.perf_counter()
@@ -356,6 +369,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             return super().get_train_dataloader()
         if self.train_dataset is None:
             raise ValueError("training requires a train_dataset, got None.")
+        if isinstance(self.train_dataset, TokenStream):
+            return self._stream_loader(self.train_dataset)
         if not hasattr(self.train_dataset, "__len__"):
             raise ValueError(
                 "tokens_per_batch needs a train_dataset whose sentences can be measured beforehand, got a "
@@ -364,18 +379,40 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
         source_lengths, target_lengths = lengths_of(self.train_dataset)
         self._check_positions([source_lengths, target_lengths], "train_dataset")
-        sampler = TokenBatchSampler(
-            source_lengths,
-            target_lengths,
-            self.tokens_per_batch,
-            multiple_of=batches_per_update,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-        )
+        common: dict[str, Any] = {"multiple_of": batches_per_update, "seed": self._data_seed()}
+        lengths = (source_lengths, target_lengths, self.tokens_per_batch)
+        if self.mixture is None:
+            sampler = TokenBatchSampler(*lengths, **common)
+        else:
+            sampler = MixedTokenBatchSampler(*lengths, mixture=self.mixture, **common)
         self.remove_callback(EpochOfSampler)
         self.add_callback(EpochOfSampler(sampler, len(sampler) // batches_per_update))
         self.accelerator.even_batches = False  # the sampler's count is a multiple already; nothing is repeated
-        loader = DataLoader(
-            self.train_dataset,
+        return self.accelerator.prepare(self._loader_of(self.train_dataset, sampler))
+
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _stream_loader(self, stream: TokenStream) -> DataLoader:
+        """This process's own batches of a stream, each process with other pairs; not divided any further."""
+        for side, limit in zip(("source", "target"), stream.limits, strict=True):
+            if (positions := self._positions_end()) and min(limit, self.tokens_per_batch or limit) > positions:
+                raise ValueError(
+                    f"a stream with up to {limit} {side} tokens does not fit max_position_embeddings={positions}; "
+                    f"give it max_{side}_tokens={positions}."
+                )
+        batches = StreamedTokenBatches(
+            stream,
+            cast(int, self.tokens_per_batch),
+            seed=self._data_seed(),
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+        )
+        return self._loader_of(RowsOfTheSampler(), batches)
+
+    def _loader_of(self, dataset: Any, sampler: Any) -> DataLoader:
+        return DataLoader(
+            dataset,
             batch_sampler=sampler,
             collate_fn=self._get_collator_with_removed_columns(self.data_collator, "training"),
             num_workers=self.args.dataloader_num_workers,
@@ -385,7 +422,6 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             # twice where it was resumed in mid-epoch, which must not shift the random numbers of the dropout.
             generator=torch.Generator() if self.args.dataloader_persistent_workers else None,
         )
-        return self.accelerator.prepare(loader)
 
     def _positions_end(self) -> int | None:
         """Positions that the model has learned; None where they are computed, which has no end."""
@@ -487,7 +523,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             len(each) if hasattr(each, "__len__") else None for each in datasets
         )
         run.arguments = changed_arguments(self.args)
-        run.updates, run.epochs = self.state.global_step, self.state.epoch
+        run.updates = self.state.global_step
+        run.epochs = None if isinstance(self.train_dataset, TokenStream) else self.state.epoch
         run.target_tokens = int(self._target_tokens_of_run) + (before.target_tokens or 0 if known else 0) or None
         seconds = time.perf_counter() - self._start_of_run + (before.seconds or 0.0 if known else 0.0)
         run.seconds = round(seconds, 1)

@@ -2,16 +2,20 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset, concatenate_datasets, disable_progress_bars
+from huggingface_hub.utils import WeakFileLock
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import logging
@@ -19,6 +23,10 @@ from transformers.utils import logging
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
 from vanilla_transformer.data import load_pairs, tokenize_pairs
 from vanilla_transformer.hub import TrainingRun, name_of_base, record_of
+from vanilla_transformer.mixing import Mixture, check_weights
+from vanilla_transformer.preparation import FirstBatch, MemoryWatch
+from vanilla_transformer.shards import cache_folder, usable_cores
+from vanilla_transformer.streaming import SHUFFLE_BUFFER_SIZE, PairStream, TokenStream, first_texts, stream_pairs
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.training import (
     VanillaTransformerTrainer,
@@ -33,6 +41,7 @@ logger = logging.get_logger(__name__)
 
 PAPER_UPDATES = 100_000  # section 5.2: the base model
 HIGHEST_PEAK = 0.01
+VOCABULARY_PAIRS_OF_A_STREAM = 1_000_000
 FILES = ("train_source", "train_target", "validation_source", "validation_target")
 METRICS = ("loss", "bleu", "chrf", "generated_length")
 
@@ -60,6 +69,13 @@ class TrainArguments:
     )
     train_source: list[str] | None = field(default=None, metadata={"help": "Source text of training, .gz by name."})
     train_target: list[str] | None = field(default=None, metadata={"help": "Target text of training, line by line."})
+    train_weights: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "One weight for each pair of training files: each is a corpus that gives its share by weight to "
+            "an epoch, which has as many pairs as all corpora together; by default each pair comes once an epoch."
+        },
+    )
     validation_source: list[str] | None = field(default=None, metadata={"help": "Source text of validation."})
     validation_target: list[str] | None = field(default=None, metadata={"help": "Target text of validation."})
     dataset: str | None = field(
@@ -82,8 +98,34 @@ class TrainArguments:
     max_target_tokens: int | None = field(
         default=None, metadata={"help": "Pairs with a longer target are dropped; by default the tokenizer's limit."}
     )
+    vocab_pairs: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pairs, spread over the text, that a new vocabulary is learnt from; by default all, of a stream "
+            f"the first {VOCABULARY_PAIRS_OF_A_STREAM:,}."
+        },
+    )
     preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "Processes that encode the text; by default one with several threads."}
+        default=None, metadata={"help": "Processes that encode a large corpus; by default as many as there are cores."}
+    )
+    cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for encoded text, which is used again for the same text and vocabulary; by default "
+            "vanilla_transformer in the cache of the datasets library."
+        },
+    )
+    overwrite_cache: bool = field(default=False, metadata={"help": "Encode the text anew although it was before."})
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Read the training text as it is needed and keep none of it on disk; needs --max_steps."},
+    )
+    shuffle_buffer_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pairs of a stream that are shuffled, and made batches of, at a time, in each process "
+            f"({SHUFFLE_BUFFER_SIZE:,})."
+        },
     )
 
 
@@ -110,6 +152,15 @@ def main(argv: list[str]) -> int:
         ValueError: Arguments that contradict each other, an unknown recipe, preset or field, text that cannot be used.
         FileNotFoundError, NotADirectoryError: A path that does not exist, or an output folder that is a file.
     """
+    started, memory = time.perf_counter(), MemoryWatch()
+    try:
+        return run_training(argv, started, memory)
+    finally:
+        memory.stop()
+
+
+def run_training(argv: list[str], started: float, memory: MemoryWatch) -> int:
+    """`main`, whose start and memory are being watched."""
     arguments, training_arguments = parse(argv)
     set_seed(training_arguments.seed)
     if training_arguments.should_log:
@@ -120,23 +171,23 @@ def main(argv: list[str]) -> int:
         logger.warning(
             f"this machine multiplies bfloat16 matrices at {gain:.0%} of float32's speed: --bf16 false is faster"
         )
-    with training_arguments.main_process_first(desc="reading the corpus"):
-        training_pairs, validation_pairs = open_corpora(arguments)
-    model, tokenizer = open_or_make_model(arguments, training_arguments, training_pairs)
+    overwrite = arguments.overwrite_cache and training_arguments.process_index == 0
+    with one_process_first(arguments, training_arguments):
+        corpora, validation_pairs = open_corpora(arguments, overwrite)
+    model, tokenizer = open_or_make_model(arguments, training_arguments, corpora)
     positions = position_limit(model)
     if positions is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
-    with training_arguments.main_process_first(desc="encoding the corpus"):
-        limits: dict[str, Any] = {
-            "max_source_tokens": arguments.max_source_tokens,
-            "max_target_tokens": arguments.max_target_tokens,
-            "num_proc": arguments.preprocessing_num_workers,
-        }
-        training_set, _ = tokenize_pairs(training_pairs, tokenizer, description="training", **limits)
+    with one_process_first(arguments, training_arguments):
+        training_set, mixture = encode_training_text(arguments, corpora, tokenizer, overwrite)
         validation_set = None
         if validation_pairs is not None:
             validation_set, _ = tokenize_pairs(
-                validation_pairs, tokenizer, drop=False, description="validation", **limits
+                validation_pairs,
+                tokenizer,
+                drop=False,
+                description="validation",
+                **encoding_options(arguments, overwrite),
             )
     if training_arguments.should_log:
         warn_of_peak(model.config.d_model, training_arguments)
@@ -146,8 +197,11 @@ def main(argv: list[str]) -> int:
         train_dataset=training_set,
         eval_dataset=validation_set,
         processing_class=tokenizer,
+        mixture=mixture,
+        callbacks=[(first_batch := FirstBatch(TrainingRun(), started, memory))],
     )
-    describe(trainer.run, arguments)
+    first_batch.run = trainer.run
+    describe(trainer.run, arguments, mixture)
     result = trainer.train(resume_from_checkpoint=training_arguments.resume_from_checkpoint)
     metrics = result.metrics
     if trainer.updates_made:
@@ -183,7 +237,7 @@ def warn_of_peak(d_model: int, training_arguments: VanillaTransformerTrainingArg
         )
 
 
-def describe(run: TrainingRun, arguments: TrainArguments) -> None:
+def describe(run: TrainingRun, arguments: TrainArguments, mixture: Mixture | None = None) -> None:
     """Notes for the model card what only the command knows: languages, text, preset."""
     run.source_lang, run.target_lang = arguments.source_lang, arguments.target_lang
     files = [path for name in FILES[:2] for path in getattr(arguments, name) or []]
@@ -192,6 +246,17 @@ def describe(run: TrainingRun, arguments: TrainArguments) -> None:
     else:
         run.dataset = arguments.dataset
     run.files = [Path(path).resolve().name for path in files]  # not where they lie on this machine
+    if arguments.streaming:
+        run.streamed, run.shuffle_buffer_size = True, arguments.shuffle_buffer_size or SHUFFLE_BUFFER_SIZE
+    if arguments.train_weights:
+        half = len(files) // 2
+        run.corpora = [
+            {"files": [run.files[number], run.files[half + number]], "weight": weight}
+            for number, weight in enumerate(arguments.train_weights)
+        ]
+        if mixture is not None:
+            for corpus, size in zip(run.corpora, mixture.sizes, strict=True):
+                corpus["pairs"] = size
     if arguments.model is None:
         run.preset, run.config_overrides = arguments.preset, arguments.config_overrides
     else:
@@ -286,11 +351,11 @@ def settle(given: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
 
     train_files, validation_files = FILES[:2], FILES[2:]
     if not set(train_files).isdisjoint(given):  # local files take the place of the recipe's dataset
-        leave_out("dataset", "dataset_config", "train_split", "validation_split", *FILES)
+        leave_out("dataset", "dataset_config", "train_split", "validation_split", "train_weights", *FILES)
     elif not set(validation_files).isdisjoint(given):
         leave_out("validation_split", *validation_files)
     if "dataset" in given:
-        leave_out("dataset_config", *FILES)
+        leave_out("dataset_config", "train_weights", *FILES)
     if given.get("model") or given.get("tokenizer"):
         which = "--model" if given.get("model") else "--tokenizer"
         fixed = ("preset", "config_overrides", "vocab_size") if given.get("model") else ("vocab_size",)
@@ -303,6 +368,8 @@ def settle(given: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
         if chosen.get(name) is not None and number_of(chosen[name]) <= 0:
             raise ValueError(f"--{name} must be a number above 0, got {chosen[name]}.")
     defaults: dict[str, Any] = {}
+    if is_true(chosen.get("streaming")) and chosen.get("max_steps") is None:
+        raise ValueError("--streaming needs --max_steps: a stream has no end.")
     if not {"max_steps", "num_train_epochs"} & set(chosen):
         defaults["max_steps"] = PAPER_UPDATES
     if "report_to" not in chosen:
@@ -368,8 +435,9 @@ def when_to_evaluate_and_save(chosen: dict[str, Any]) -> dict[str, Any]:
         if chosen.get(name.replace("strategy", "steps")) is not None:
             given.setdefault(name, "steps")
     evaluation, saving = given.get("eval_strategy"), given.get("save_strategy")
-    evaluation = evaluation or (saving if saving in ("steps", "epoch") else "epoch")
-    saving = saving or (evaluation if evaluation in ("steps", "epoch") else "epoch")
+    usual = "steps" if is_true(chosen.get("streaming")) else "epoch"  # a stream has one epoch: all of the training
+    evaluation = evaluation or (saving if saving in ("steps", "epoch") else usual)
+    saving = saving or (evaluation if evaluation in ("steps", "epoch") else usual)
     defaults: dict[str, Any] = {"eval_strategy": evaluation, "save_strategy": saving, "save_total_limit": 2}
     each = {name: chosen.get(name) for name in ("eval_steps", "save_steps")}
     both_by_steps = evaluation == saving == "steps"
@@ -393,6 +461,11 @@ def when_to_evaluate_and_save(chosen: dict[str, Any]) -> dict[str, Any]:
             "--eval_strategy steps --save_strategy steps --eval_steps 500 --save_steps 500"
         )
     return defaults
+
+
+def is_true(value: Any) -> bool:
+    """Whether a setting of a recipe or of the command line says yes."""
+    return str(value).lower() in ("true", "1", "yes", "y", "t")
 
 
 def number_of(value: Any) -> float:
@@ -464,6 +537,7 @@ def check_arguments(arguments: TrainArguments, training_arguments: VanillaTransf
                 raise FileNotFoundError(f"--{name}: there is no file {path}.")
             if Path(path).is_dir():
                 raise IsADirectoryError(f"--{name}: {path} is a folder; give a text file.")
+    check_corpora(arguments, training_arguments)
     if arguments.model is None:
         new_config(arguments, vocab_size=max(arguments.vocab_size, 3))
     elif arguments.tokenizer is not None:
@@ -483,6 +557,34 @@ def check_arguments(arguments: TrainArguments, training_arguments: VanillaTransf
     check_reports(training_arguments)
 
 
+def check_corpora(arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments) -> None:
+    """Raises where weights, stream or cache do not fit the rest."""
+    by_tokens = training_arguments.tokens_per_batch is not None
+    if (weights := arguments.train_weights) is not None:
+        if not arguments.train_source:
+            raise ValueError("--train_weights belongs to --train_source and --train_target, one weight for each pair.")
+        sides = (arguments.train_source, arguments.train_target or [])
+        if len(sides[0]) != len(sides[1]):
+            raise ValueError(
+                f"expected as many --train_target as --train_source, got {len(sides[1])} and {len(sides[0])}."
+            )
+        try:
+            check_weights(weights, len(sides[0]))
+        except ValueError as error:
+            raise ValueError(f"--train_weights: {error}") from None
+        if not by_tokens:
+            raise ValueError("--train_weights needs --tokens_per_batch, not --per_device_train_batch_size.")
+    if arguments.streaming and not by_tokens:
+        raise ValueError("--streaming needs --tokens_per_batch, not --per_device_train_batch_size.")
+    if arguments.streaming and training_arguments.max_steps < 1:
+        raise ValueError(f"--streaming needs --max_steps of at least 1, got {training_arguments.max_steps}.")
+    if arguments.shuffle_buffer_size is not None and not arguments.streaming:
+        raise ValueError("--shuffle_buffer_size belongs to --streaming; other text is shuffled whole.")
+    cache = Path(arguments.cache_dir or ".")
+    if cache.exists() and not cache.is_dir():
+        raise NotADirectoryError(f"--cache_dir {arguments.cache_dir} is a file; give a folder.")
+
+
 def check_numbers(arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments) -> None:
     """Raises where a number is out of range, which would be noticed only after the corpus is read."""
     given = training_arguments
@@ -490,6 +592,8 @@ def check_numbers(arguments: TrainArguments, training_arguments: VanillaTransfor
         "max_source_tokens": (arguments.max_source_tokens, 2),
         "max_target_tokens": (arguments.max_target_tokens, 2),
         "preprocessing_num_workers": (arguments.preprocessing_num_workers, 1),
+        "shuffle_buffer_size": (arguments.shuffle_buffer_size, 1),
+        "vocab_pairs": (arguments.vocab_pairs, 1),
         "gradient_accumulation_steps": (given.gradient_accumulation_steps, 1),
         "per_device_train_batch_size": (given.per_device_train_batch_size, 1),
         "per_device_eval_batch_size": (given.per_device_eval_batch_size, 1),
@@ -556,31 +660,111 @@ def value_of(text: str) -> Any:
     return value
 
 
-def open_corpora(arguments: TrainArguments) -> tuple[Dataset, Dataset | None]:
-    """Training pairs and, where given, validation pairs, as datasets with the columns `source` and `target`."""
-    languages = {"source_lang": arguments.source_lang, "target_lang": arguments.target_lang}
-    from_dataset = {"dataset": arguments.dataset, "dataset_config": arguments.dataset_config, **languages}
+@contextlib.contextmanager
+def one_process_first(
+    arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments
+) -> Iterator[None]:
+    """The first process, then each of the others, which find in the cache what the first has made.
+
+    They wait for a file and not in a collective call, which would time out while a large corpus is encoded.
+    """
+    if training_arguments.world_size == 1:
+        yield
+        return
+    folder = cache_folder(arguments.cache_dir)
+    run = hashlib.blake2b(os.path.abspath(str(training_arguments.output_dir)).encode(), digest_size=8).hexdigest()
+    with contextlib.ExitStack() as held:
+        with training_arguments.main_process_first(local=False, desc="taking the lock"):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = WeakFileLock(folder / f"run-{run}.lock")
+            if training_arguments.process_index == 0:
+                held.enter_context(lock)
+        if training_arguments.process_index != 0:
+            held.enter_context(lock)
+        yield
+
+
+def open_corpora(
+    arguments: TrainArguments, overwrite_cache: bool = False
+) -> tuple[Sequence[Dataset] | Sequence[PairStream], Dataset | None]:
+    """Training text, one corpus or one for each weight, and, where given, validation pairs.
+
+    They are datasets with the columns `source` and `target`, and of a stream `PairStream`.
+    """
+    cache: dict[str, Any] = {"cache_dir": arguments.cache_dir, "overwrite_cache": overwrite_cache}
+    from_dataset: dict[str, Any] = {
+        "dataset": arguments.dataset,
+        "dataset_config": arguments.dataset_config,
+        "source_lang": arguments.source_lang,
+        "target_lang": arguments.target_lang,
+    }
     if arguments.dataset is not None:
-        training = load_pairs(split=arguments.train_split, **from_dataset)
+        places = [{"split": arguments.train_split, **from_dataset}]
+    elif arguments.train_weights is not None:
+        sources, targets = arguments.train_source or [], arguments.train_target or []
+        places = [
+            {"source_files": source, "target_files": target} for source, target in zip(sources, targets, strict=True)
+        ]
     else:
-        training = load_pairs(source_files=arguments.train_source, target_files=arguments.train_target)
+        places = [{"source_files": arguments.train_source, "target_files": arguments.train_target}]
+    training: Any = [stream_pairs(**each) if arguments.streaming else load_pairs(**each, **cache) for each in places]
     if arguments.validation_source is not None:
-        return training, load_pairs(source_files=arguments.validation_source, target_files=arguments.validation_target)
+        files: dict[str, Any] = {
+            "source_files": arguments.validation_source,
+            "target_files": arguments.validation_target,
+        }
+        return training, load_pairs(**files, **cache)
     if arguments.dataset is not None and arguments.validation_split is not None:
-        return training, load_pairs(split=arguments.validation_split, **from_dataset)
+        return training, load_pairs(split=arguments.validation_split, **from_dataset, **cache)
     return training, None
 
 
+def encoding_options(arguments: TrainArguments, overwrite_cache: bool) -> dict[str, Any]:
+    """What `tokenize_pairs` is told of limits, processes and cache."""
+    return {
+        "max_source_tokens": arguments.max_source_tokens,
+        "max_target_tokens": arguments.max_target_tokens,
+        "num_proc": arguments.preprocessing_num_workers or usable_cores(),
+        "cache_dir": arguments.cache_dir,
+        "overwrite_cache": overwrite_cache,
+    }
+
+
+def encode_training_text(
+    arguments: TrainArguments, corpora: Sequence[Any], tokenizer: PreTrainedTokenizerBase, overwrite_cache: bool
+) -> tuple[Dataset | TokenStream, Mixture | None]:
+    """Ids of all corpora, one after the other, and in what proportion an epoch has them; or a stream of ids."""
+    if arguments.streaming:
+        stream = TokenStream(
+            corpora,
+            tokenizer,
+            weights=arguments.train_weights,
+            buffer_size=arguments.shuffle_buffer_size or SHUFFLE_BUFFER_SIZE,
+            max_source_tokens=arguments.max_source_tokens,
+            max_target_tokens=arguments.max_target_tokens,
+        )
+        return stream, None
+    encoded = []
+    for number, pairs in enumerate(corpora, 1):
+        name = "training" if len(corpora) == 1 else f"training, corpus {number}"
+        table, _ = tokenize_pairs(pairs, tokenizer, description=name, **encoding_options(arguments, overwrite_cache))
+        encoded.append(table)
+    if arguments.train_weights is None:
+        return encoded[0], None
+    mixture = Mixture(tuple(map(len, encoded)), tuple(arguments.train_weights))
+    return concatenate_datasets(encoded), mixture
+
+
 def open_or_make_model(
-    arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, pairs: Dataset
+    arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, corpora: Sequence[Any]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model to fine-tune, or a new one with a tokenizer trained on both sides of `pairs`."""
+    """The model to fine-tune, or a new one with a tokenizer trained on both sides of `corpora`."""
     if arguments.model is not None:
         return load_translator(arguments.model)
     if arguments.tokenizer is not None:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.tokenizer)
     else:
-        tokenizer = shared_tokenizer(arguments, training_arguments, pairs)
+        tokenizer = shared_tokenizer(arguments, training_arguments, corpora)
     config = new_config(
         arguments,
         vocab_size=len(tokenizer),
@@ -595,7 +779,7 @@ def open_or_make_model(
 
 
 def shared_tokenizer(
-    arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, pairs: Dataset
+    arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, corpora: Sequence[Any]
 ) -> PreTrainedTokenizerBase:
     """Trains the joint vocabulary once, on the first process, and opens it on all."""
     resumed = Path(training_arguments.resume_from_checkpoint or "")
@@ -604,9 +788,23 @@ def shared_tokenizer(
     folder = Path(str(training_arguments.output_dir))
     with training_arguments.main_process_first(desc="training the tokenizer"):
         if training_arguments.process_index == 0:
-            texts = (
-                text for batch in pairs.iter(1000) for side in ("source", "target") for text in batch[side] if text
-            )
+            texts = vocabulary_texts(arguments, corpora)
             tokenizer = train_tokenizer(texts, arguments.vocab_size, show_progress=sys.stderr.isatty())
             tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def vocabulary_texts(arguments: TrainArguments, corpora: Sequence[Any]) -> Iterator[str]:
+    """The text that a vocabulary is learnt from, both sides of it; weights tell only with streams."""
+    if arguments.streaming:
+        yield from first_texts(corpora, arguments.vocab_pairs or VOCABULARY_PAIRS_OF_A_STREAM, arguments.train_weights)
+        return
+    pairs = sum(map(len, corpora))
+    every = pairs / min(arguments.vocab_pairs or pairs, pairs)
+    seen = 0
+    for corpus in corpora:
+        for batch in corpus.iter(1000):
+            for side in ("source", "target"):
+                texts = enumerate(batch[side], seen)
+                yield from (text for number, text in texts if text and (every == 1 or number % every < 1))
+            seen += len(batch[side])
