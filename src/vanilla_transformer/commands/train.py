@@ -198,9 +198,8 @@ def run_training(argv: list[str], started: float, memory: MemoryWatch) -> int:
         eval_dataset=validation_set,
         processing_class=tokenizer,
         mixture=mixture,
-        callbacks=[(first_batch := FirstBatch(TrainingRun(), started, memory))],
     )
-    first_batch.run = trainer.run
+    trainer.add_callback(FirstBatch(trainer.run, started, memory))
     describe(trainer.run, arguments, mixture)
     result = trainer.train(resume_from_checkpoint=training_arguments.resume_from_checkpoint)
     metrics = result.metrics
