@@ -38,9 +38,11 @@ from vanilla_transformer_cli import (
 SIZES = ("d_model", "d_ff", "d_k", "d_v")
 # What `train` may be told otherwise when a run goes on, since no result depends on it.
 MAY_CHANGE = {
+    "cache_dir",
     "dataloader_num_workers",
     "disable_tqdm",
     "logging_steps",
+    "overwrite_cache",
     "preprocessing_num_workers",
     "report_to",
     "save_total_limit",

@@ -16,7 +16,10 @@ ALLOWED = {
     "modeling_vanilla_transformer": {"configuration_vanilla_transformer", "generation_vanilla_transformer"},
     "pipeline_vanilla_transformer": set(),
 }
-MODEL_IS_AN_ARGUMENT = ("tokenization", "data", "evaluation", "corpora", "visualization", "translation")
+MODEL_IS_AN_ARGUMENT = (
+    *("tokenization", "data", "evaluation", "corpora", "visualization", "translation"),
+    *("shards", "mixing", "streaming"),
+)
 
 
 def imports_of(path: Path) -> set[str]:

@@ -72,7 +72,11 @@ def making(folder: Path, overwrite: bool) -> Iterator[None]:
         if overwrite:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # where nothing came of it
 
 
 def open_table(folder: Path, fingerprint: str) -> Dataset | None:
@@ -144,24 +148,20 @@ def make_in_parts(
             _write_part(part, *work)
             report.add(lengths[part])
     else:
-        # Not forked from this process, in which threads may hold locks; a server that has imported what is needed
-        # forks them, so that they share that memory.
-        context = multiprocessing.get_context("forkserver" if sys.platform != "win32" else "spawn")
-        if hasattr(context, "set_forkserver_preload"):
-            context.set_forkserver_preload([__name__.rpartition(".")[0] + ".data"])
-        pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=work)
-        try:
-            futures = {pool.submit(_write_part_of_worker, part): part for part in missing}
-            for future in as_completed(futures):
-                future.result()
-                report.add(lengths[futures[future]])
-        except BrokenProcessPool as error:
-            raise ChildProcessError(
-                f"{description}: one of {processes} processes ended before its work was done, perhaps for want of "
-                "memory; what is finished is kept: start again, with fewer processes (--preprocessing_num_workers)"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with _context() as context:
+            pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=work)
+            try:
+                futures = {pool.submit(_write_part_of_worker, part): part for part in missing}
+                for future in as_completed(futures):
+                    future.result()
+                    report.add(lengths[futures[future]])
+            except BrokenProcessPool as error:
+                raise ChildProcessError(
+                    f"{description}: one of {processes} processes ended before its work was done, perhaps for want of "
+                    "memory; what is finished is kept: start again, with fewer processes (--preprocessing_num_workers)"
+                ) from error
+            finally:
+                pool.shutdown(cancel_futures=True)
     report.close()
     _declare_whole(folder, [_name_of(part) for part in lengths])
 
@@ -219,6 +219,29 @@ def _write_part(part: int, folder: str, rows: Dataset, encode: Encode, schema: p
     start, end = part * size, min((part + 1) * size, len(rows))
     batches = (encode(rows[at : min(at + ROWS_PER_BATCH, end)]) for at in range(start, end, ROWS_PER_BATCH))
     _write_table(Path(folder) / _name_of(part), batches, schema)
+
+
+@contextlib.contextmanager
+def _context() -> Iterator[Any]:
+    """How processes are started: not forked from this one, in which threads may hold locks.
+
+    A server that has imported what is needed forks them, so that they share that memory; it ends with the work unless
+    it was there before.
+    """
+    if sys.platform == "win32":
+        yield multiprocessing.get_context("spawn")
+        return
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__name__.rpartition('.')[0]}.data"])
+    server: Any = getattr(forkserver, "_forkserver", None)
+    was_there = getattr(server, "_forkserver_pid", None) is not None
+    try:
+        yield context
+    finally:
+        if not was_there and hasattr(server, "_stop"):  # else it keeps its memory for as long as this process lives
+            server._stop()
 
 
 _work: tuple[Any, ...] = ()  # of a worker process: the arguments of `_write_part` after the first
