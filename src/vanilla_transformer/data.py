@@ -35,7 +35,7 @@ from datasets.fingerprint import Hasher
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from vanilla_transformer.shards import cache_folder, make_from_rows, make_in_parts, making, open_table
+from vanilla_transformer.shards import WHOLE, cache_folder, make_from_rows, make_in_parts, making, open_table
 
 
 logger = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ def _load_files(files: list[tuple[str, str]], cache_dir: PathLike | None, overwr
         if table is None:
             make_from_rows(folder, _text_batches(_iterate_pairs(files)), _TEXT_SCHEMA)
             if changed := [path for path, state in zip(paths, before, strict=True) if _state_of(path) != state]:
-                (folder / "whole.json").unlink()  # what was read may not be what was hashed
+                (folder / WHOLE).unlink()  # what was read may not be what was hashed
                 raise ValueError(f"{changed[0]} changed while it was read; start again when it is complete")
             table = open_table(folder, fingerprint)
     if table is None:
