@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from small_models import small_model, words
 from torch import nn
 
+from small_models import small_model, words
 from vanilla_transformer import generation_vanilla_transformer as generation
 from vanilla_transformer.quantization import Int8Linear, sums_are_exact, to_int8
 

@@ -1,8 +1,8 @@
 """int8 on a CPU: matrices of 8-bit whole numbers in the place of 32-bit floats, made when a model is opened.
 
 Each row of a matrix has a scale of its own; what a matrix is multiplied with is rounded to 8 bits at each call, by its
-own range ("dynamic" quantisation), so that no text is needed to prepare it. Embeddings, norms, softmax and the products
-of attention stay in float32. Source of the scheme: Jacob et al. 2018, sections 2.1 and 2.2.
+own range ("dynamic" quantisation), so that no text is needed to prepare it. Embeddings, norms, softmax and the
+products of attention stay in float32. Source of the scheme: Jacob et al. 2018, sections 2.1 and 2.2.
 """
 
 import functools
@@ -33,7 +33,7 @@ class Int8Linear(nn.Module):
         self.values, self.scales, self.bias = values, scales, bias
         with warnings.catch_warnings():  # torch announces another library for this, again and again
             warnings.simplefilter("ignore")
-            matrix: Any = torch._make_per_channel_quantized_tensor(  # type: ignore[attr-defined]
+            matrix: Any = torch._make_per_channel_quantized_tensor(
                 values, scales.double(), torch.zeros(len(scales), dtype=torch.long), 0
             )
             self.packed: Any = torch.ops.quantized.linear_prepack(matrix, bias)
