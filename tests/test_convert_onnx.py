@@ -154,6 +154,18 @@ def test_logits_of_each_departure_are_those_of_the_paper_written_as_loops(ox, tm
     check_logits(Sessions(tmp_path), model)
 
 
+@pytest.mark.slow
+def test_a_model_whose_layers_have_unequally_many_heads_goes_out_as_it_is(ox, tmp_path):
+    pruned = {"encoder": [[1], []], "decoder": [[], [0]], "cross": [[0, 1], []]}
+    model = small_model(num_heads=4, d_model=16, pruned_heads=pruned, encoder_layers=2, decoder_layers=2)
+    ox.to_onnx(model, twenty_words(), tmp_path)
+    ids, target = words(3, 7, vocab_size=20), words(3, 6, vocab_size=20, seed=1)
+    with torch.no_grad():
+        expected = model(ids, decoder_input_ids=target).logits
+    got = Sessions(tmp_path).logits(ids, torch.ones_like(ids), target, [1, 3, 2])
+    assert torch.allclose(torch.from_numpy(got), expected, atol=1e-4)
+
+
 def test_sinusoids_have_no_end(theirs, model):
     """Far beyond what was traced, and beyond any table."""
     ids = words(1, 1500, vocab_size=20)

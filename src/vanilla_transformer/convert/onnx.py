@@ -260,6 +260,12 @@ def example(*sizes: int | tuple[int, str], dtype: torch.dtype = torch.float32) -
     return torch.ones(shape, dtype=dtype), names
 
 
+def heads_of(config: VanillaTransformerConfig, name: str) -> int:
+    """Heads of what `{layer}.{kind}` remembers; pruned layers have fewer."""
+    layer, kind, _ = name.split(".")
+    return len(config.heads_of("decoder" if kind == "decoder" else "cross", int(layer)))
+
+
 def graphs_of(model: Any) -> tuple["onnx.ModelProto", "onnx.ModelProto", "onnx.ModelProto"]:
     """Encoder, keys of the source, and decoder, the parts of the two files.
 
@@ -283,7 +289,7 @@ def graphs_of(model: Any) -> tuple["onnx.ModelProto", "onnx.ModelProto", "onnx.M
     )
     memory = {
         f"past_key_values.{name}": example(
-            BATCH, config.num_heads, PAST if ".decoder." in name else SOURCE, widths[name.endswith("value")]
+            BATCH, heads_of(config, name), PAST if ".decoder." in name else SOURCE, widths[name.endswith("value")]
         )
         for name in names
     }
@@ -373,11 +379,11 @@ def merged(decoder: "onnx.ModelProto", keys: "onnx.ModelProto", config: VanillaT
         width = widths[name.endswith("value")]
         if ".encoder." in name:
             made[f"present.{name}"] = past[f"past_key_values.{name}"] = f"source_keys/present.{name}"
-            empty = numpy_helper.from_array(np.zeros((0, config.num_heads, 1, width), np.float32))
+            empty = numpy_helper.from_array(np.zeros((0, heads_of(config, name), 1, width), np.float32))
             later.append(helper.make_node("Constant", [], [f"later/present.{name}"], value=empty))
         else:
             nothing = past[f"past_key_values.{name}"] = f"nothing.{name}"
-            tail = numpy_helper.from_array(np.array([config.num_heads, 0, width], np.int64))
+            tail = numpy_helper.from_array(np.array([heads_of(config, name), 0, width], np.int64))
             first += [
                 helper.make_node("Constant", [], [f"{nothing}.tail"], value=tail),
                 helper.make_node("Concat", ["rows", f"{nothing}.tail"], [f"{nothing}.shape"], axis=0),
