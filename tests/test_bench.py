@@ -29,6 +29,7 @@ def test_operations_of_an_update_are_those_that_torch_counts(overrides):
     assert counter.get_total_flops() == pytest.approx(bench.operations(model.config, batch), abs=mean_logits)
 
 
+@pytest.mark.slow
 def test_every_engine_trains_on_the_same_batches(capsys):
     command = [
         "train",
@@ -85,6 +86,7 @@ def test_every_engine_translates_the_same_file_by_the_same_rules(capsys, saved, 
     assert len({row[bleu] for row in (ours, *others)}) == 1
 
 
+@pytest.mark.slow
 def test_growth_is_measured_to_the_512th_token_and_leaves_the_model_as_it_was(capsys, saved, text):
     command = ["growth", "--model", str(saved), "--source", text["source"], "--lines", "3", "25", "--threads", "1"]
     assert bench.main(command) == 0

@@ -1900,7 +1900,9 @@ def test_freed_memory_is_kept_only_where_there_is_glibc(monkeypatch):
     assert loaded == [None]
 
 
-@pytest.mark.parametrize("given, again", [(None, "cache_miss"), ("1024", "cache_hit")])
+@pytest.mark.parametrize(
+    "given, again", [(None, "cache_miss"), pytest.param("1024", "cache_hit", marks=pytest.mark.slow)]
+)
 def test_kernels_of_old_shapes_are_forgotten_unless_the_user_wants_them(given, again):
     """By oneDNN's own log: a shape is multiplied, then 200 others, then the first again."""
     script = """
