@@ -71,7 +71,7 @@ def test_a_pruned_model_has_the_logits_of_the_full_one_with_zeros_in_the_output_
 
 
 def test_a_pruned_model_translates_as_the_full_one_with_zeros_by_every_search():
-    model = small_model(std=0.8)
+    model = small_model(std=0.8).double()
     smaller = prune_heads(model, PRUNED)
     with_zeros(model, PRUNED)
     source, mask = padded([words(n).tolist() for n in (7, 3, 5)])
