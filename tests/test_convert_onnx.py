@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
+import re
 import sys
 from pathlib import Path
 
@@ -442,7 +443,7 @@ def test_every_format_refuses_alike(to, ours, theirs, tiny_tokenizer, tmp_path, 
         command = ["convert", "--to", to, "--model", model, "--output_dir", output_dir, *more]
         code, out, error = run(capsys, *command)
         assert (code, out, error.count("\n")) == (2, "", 1)
-        assert pytest.raises(ValueError, match=message).matches(ValueError(error)), error
+        assert re.search(message, error), error
         assert not (tmp_path / "new").exists()
 
 
