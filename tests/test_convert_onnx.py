@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import re
+import subprocess
 import sys
 from pathlib import Path
 
