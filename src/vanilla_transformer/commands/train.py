@@ -172,13 +172,13 @@ def run_training(argv: list[str], started: float, memory: MemoryWatch) -> int:
             f"this machine multiplies bfloat16 matrices at {gain:.0%} of float32's speed: --bf16 false is faster"
         )
     overwrite = arguments.overwrite_cache and training_arguments.process_index == 0
-    with one_process_first(arguments, training_arguments):
+    with one_process_first("text", arguments, training_arguments):
         corpora, validation_pairs = open_corpora(arguments, overwrite)
     model, tokenizer = open_or_make_model(arguments, training_arguments, corpora)
     positions = position_limit(model)
     if positions is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
-    with one_process_first(arguments, training_arguments):
+    with one_process_first("ids", arguments, training_arguments):
         training_set, mixture = encode_training_text(arguments, corpora, tokenizer, overwrite)
         validation_set = None
         if validation_pairs is not None:
@@ -661,11 +661,17 @@ def value_of(text: str) -> Any:
 
 @contextlib.contextmanager
 def one_process_first(
-    arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments
+    what: str, arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments
 ) -> Iterator[None]:
     """The first process, then each of the others, which find in the cache what the first has made.
 
     They wait for a file and not in a collective call, which would time out while a large corpus is encoded.
+
+    Args:
+        what: Name of the work. Each has a file of its own: the first process may be at the next work, and hold its
+            file, before the others have begun with this one.
+        arguments: Which say where the cache is.
+        training_arguments: Which say how many processes there are.
     """
     if training_arguments.world_size == 1:
         yield
@@ -675,7 +681,7 @@ def one_process_first(
     with contextlib.ExitStack() as held:
         with training_arguments.main_process_first(local=False, desc="taking the lock"):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = WeakFileLock(folder / f"run-{run}.lock")
+            lock = WeakFileLock(folder / f"run-{run}-{what}.lock")
             if training_arguments.process_index == 0:
                 held.enter_context(lock)
         if training_arguments.process_index != 0:
