@@ -7,6 +7,7 @@ code 2.
 
 import argparse
 import contextlib
+import errno
 import importlib
 import importlib.metadata
 import logging
@@ -52,6 +53,9 @@ HUB_LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", 
 
 # Kernels that torch's matrix library keeps, one a shape. Its own 1,024 take gigabytes where lengths vary.
 KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+
+# The disk, or the user's share of it, has no room for what is being written.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 EXIT_USER_ERROR = 2
 EXIT_SIGNAL = 128  # plus the signal's number
@@ -723,8 +727,13 @@ def users_mistake(error: Exception) -> str | None:
         raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
         return str(error) if raised_in.startswith("vanilla_transformer") else None
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.strerror}: {error.filename}"
-    if isinstance(error, (ValueError, OSError, ImportError)) or module in ("safetensors", "safetensors_rust"):
+        # Of a copy, the first name is the file that is read, the second the one that has no room.
+        copied = error.errno in NO_ROOM and error.filename2 is not None
+        return f"{error.strerror}: {error.filename2 if copied else error.filename}"
+    if isinstance(error, OSError) and error.strerror and error.errno in NO_ROOM:
+        return f"{error.strerror}, in the midst of a file that was being written"
+    ours = (ValueError, OSError, ImportError, FloatingPointError)
+    if isinstance(error, ours) or module in ("safetensors", "safetensors_rust"):
         return f"{str(error) or name}{hint_of_login(error)}"
     for cause in causes(error):  # an upload that broke is an error of its own, caused by that of the connection
         library = type(cause).__module__.split(".")[0]
@@ -818,6 +827,7 @@ def run(verb: str, argv: list[str]) -> int:
     if verb in PARSERS:
         PARSERS[verb]().parse_args(argv)  # before the slow import, and again in the verb itself
     os.environ.setdefault(*KERNEL_CACHE)
+    threading.excepthook = one_line_of_a_thread
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"{prog}: %(levelname)s: %(message)s"))
     package_logger = logging.getLogger("vanilla_transformer")
@@ -852,10 +862,23 @@ def run(verb: str, argv: list[str]) -> int:
         client_logger.removeFilter(fewer_retries)
 
 
+def one_line_of_a_thread(args: Any) -> None:
+    """What a thread, such as the one that writes TensorBoard's file, says of a full disk; else its traceback."""
+    if isinstance(args.exc_value, OSError) and args.exc_value.errno in NO_ROOM:
+        print(f"{PROGRAM}: WARNING: {users_mistake(args.exc_value)}", file=sys.stderr)
+    else:
+        threading.__excepthook__(args)
+
+
 def leave_quietly() -> int:
-    """The exit code where whoever read our output has gone; nor can the interpreter flush it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """The exit code where whoever read our output has gone."""
+    drop_output()
     return EXIT_BROKEN_PIPE
+
+
+def drop_output() -> None:
+    """Forgets what standard output did not take, which the interpreter would try again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -873,14 +896,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def while_read(work: Callable[[], int]) -> int:
     """Does the work and returns its exit code; ends it quietly where nobody reads standard output any more."""
+    code = 0
     try:
         try:
-            return work()
+            code = work()
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:
         return leave_quietly()
+    except OSError as error:  # a full disk; a verb that failed has said so
+        drop_output()
+        if code == 0:
+            print(f"{PROGRAM}: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+            code = EXIT_USER_ERROR
+    return code
 
 
 def answer(argv: list[str]) -> int:

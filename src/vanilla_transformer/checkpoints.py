@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vanilla_transformer.translation import naming_what_is_full
+
 
 logger = logging.getLogger(__name__)
 
@@ -451,7 +453,8 @@ def _folder_in_the_making(output: Path) -> Iterator[Path]:
     shutil.rmtree(making, ignore_errors=True)  # of a process that was killed and had this number
     try:
         making.mkdir()
-        yield making
+        with naming_what_is_full(output):
+            yield making
         _require_new(target)
         if target.is_dir():
             target.rmdir()

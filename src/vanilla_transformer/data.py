@@ -405,7 +405,7 @@ def _open_dataset(
         ) from None
     except DatasetGenerationError as error:
         raise ValueError(f"dataset {name!r} cannot be read: {_root_cause(error)}") from error
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # one of datasets' own for a script, which it no longer runs
         raise ValueError(f"dataset {name!r} cannot be read: {error}") from error
     return _pick_split(opened, name, None if is_expression else split)
 

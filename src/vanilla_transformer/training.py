@@ -7,15 +7,20 @@ the letter, and an evaluation that is a mean over tokens, scores each segment on
 import contextlib
 import copy
 import ctypes
+import errno
 import functools
 import hashlib
 import json
 import math
 import os
+import pickle
 import random
 import shutil
+import signal
 import sys
+import threading
 import time
+import traceback
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -26,6 +31,7 @@ import numpy as np
 import torch
 from accelerate.utils import find_batch_size, gather_object
 from datasets import Dataset
+from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -197,6 +203,17 @@ class EpochOfCollator(TrainerCallback):
         self.collator.epoch.fill_(int(state.epoch or 0))
 
 
+class NothingButNumbers(TrainerCallback):
+    """Stops a run before an update that would make its weights infinite or undefined."""
+
+    def __init__(self, trainer: "VanillaTransformerTrainer"):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Called when the gradients of an update are complete, the same on every process."""
+        self.trainer.check_update()
+
+
 class FixedBatches:
     """Index lists in a fixed order, as a `DataLoader`'s batch sampler.
 
@@ -249,6 +266,9 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
       setting;
     - a collator that draws random numbers draws the same ones for a batch after a resume, whatever the workers;
     - `train_samples_per_second` counts the sentences that were trained on, `eval_steps_per_second` the batches;
+    - a run whose loss or gradient is no finite number stops before the update, instead of going on with lost weights;
+    - a checkpoint that cannot be written, and a worker of the data loader that dies, stop it in one line that names
+      the last whole checkpoint;
     - a checkpoint that is not whole is never resumed from, and learned positions that are too few for the data are
       told before the first update;
     - `label_smoothing_factor` is refused: smoothing is the model's (`config.label_smoothing`), and only in training.
@@ -309,6 +329,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         if type(self.data_collator) is not TranslationCollator:  # which draws no random numbers
             self.data_collator = CollatorWithItsOwnSeed(self.data_collator, self._data_seed())
             self.add_callback(EpochOfCollator(self.data_collator))
+        self.add_callback(NothingButNumbers(self))
+        self._loss_of_update: Any = 0.0
         self._measures_bleu = (
             self.compute_metrics is None and self.args.predict_with_generate and self.processing_class is not None
         )
@@ -448,6 +470,9 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
 
         Raises:
             ValueError: There is no whole checkpoint, or the one named is not whole; see `fault_of_checkpoint`.
+            FloatingPointError: A loss, a gradient or a weight is infinite or undefined.
+            ChildProcessError: A worker of the data loader died.
+            OSError: A checkpoint cannot be written.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
@@ -472,7 +497,25 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         self._sentences = 0
         self._target_tokens_of_run = 0
         self._target_tokens_since = self._start_of_run = time.perf_counter()
-        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._loss_of_update = 0.0
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"cannot resume from {resume_from_checkpoint}: a file of its states ({STATES}) holds something "
+                "other than numbers, or is damaged; nothing in a checkpoint is run."
+            ) from error
+        except (RuntimeError, OSError, EOFError) as error:
+            if not (self.args.dataloader_num_workers and tells_of_a_dead_worker(error)):
+                raise
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise anew for every other worker
+            raise ChildProcessError(
+                f"a worker process of the data loader died at update {self.state.global_step + 1}: it was killed, "
+                "perhaps as memory ran out (fewer --dataloader_num_workers need less, and --dataloader_num_workers 0 "
+                f"none). {self._way_on()}"
+            ) from error
+        self._check_weights()
         if self._resumed_at and self.updates_made == 0 and (Path(self.args.output_dir) / RECORD).is_file():
             self.run = TrainingRun.load(self.args.output_dir)  # which knows of the whole run
             return result
@@ -546,7 +589,11 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves model, code, tokenizer, generation settings, the record of the run and the model card."""
-        super().save_model(output_dir, _internal_call)
+        if _internal_call:
+            super().save_model(output_dir, _internal_call)
+        else:
+            with self._telling_what_is_not_written("the model"):
+                super().save_model(output_dir, _internal_call)
         if self.args.should_save and not _internal_call:
             self._write_model_card(output_dir or self.args.output_dir)
         elif self.args.should_save and output_dir and self.is_in_train:  # a checkpoint, which a resumed run reads
@@ -633,6 +680,55 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                     metrics[name] = round((self._evaluation_steps or 0) / runtime, 3)
             self._evaluation_steps = None
 
+    # Faults on the way
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one micro-batch; keeps its loss for `check_update`."""
+        loss = super().training_step(*args, **kwargs)
+        self._loss_of_update = self._loss_of_update + loss.detach()
+        return loss
+
+    def check_update(self) -> None:
+        """Raises FloatingPointError where the update to come rests on numbers that are infinite or undefined.
+
+        Training in float16 with a scaler leaves such updates out by itself.
+        """
+        loss, self._loss_of_update = self._loss_of_update, 0.0
+        if self.accelerator.scaler is not None:
+            return
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        if not self._on_all_processes(is_finite([*gradients, torch.as_tensor(loss)])):
+            update, number = self.state.global_step + 1, float(loss)
+            what = f"the loss of update {update} is {number}"
+            if math.isfinite(number):
+                what = f"the gradient of update {update} is infinite or undefined (its loss is {number:.4g})"
+            raise FloatingPointError(
+                f"training has diverged: {what}; the update was not made. {self._way_on()} "
+                "A lower --learning_rate, a longer --warmup_steps or --max_grad_norm 1 may help."
+            )
+
+    def _check_weights(self) -> None:
+        """Raises FloatingPointError where an update has left weights that are infinite or undefined."""
+        if not self._on_all_processes(is_finite(list(self.model.parameters()))):
+            raise FloatingPointError(
+                f"training has diverged: update {self.state.global_step} left weights that are infinite or undefined, "
+                f"which are not saved. {self._way_on()} A lower --learning_rate or a longer --warmup_steps may help."
+            )
+
+    def _on_all_processes(self, value: bool) -> bool:
+        """Whether it is so on every process: all of them stop, or none."""
+        if self.accelerator.num_processes == 1:
+            return value
+        against = torch.tensor(float(not value), device=self.accelerator.device)
+        return not bool(cast(torch.Tensor, self.accelerator.reduce(against, reduction="sum")))
+
+    def _way_on(self) -> str:
+        """Which checkpoint a stopped run can go on from."""
+        last = last_whole_checkpoint(self._get_output_dir(trial=None), warn=False)
+        if last is None:
+            return "There is no whole checkpoint to go on from."
+        return f"The last whole checkpoint is {last} (--resume_from_checkpoint true goes on from it)."
+
     # Checkpoints
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -641,7 +737,22 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             (folder / TRAINER_STATE).unlink(missing_ok=True)
-        super()._save_checkpoint(*args, **kwargs)
+        self._check_weights()  # before an older checkpoint makes room for it
+        with self._telling_what_is_not_written(f"the checkpoint of update {self.state.global_step}"):
+            super()._save_checkpoint(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _telling_what_is_not_written(self, what: str) -> Iterator[None]:
+        """Raises OSError, with the way on, where a file cannot be written."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            reason = why_not_written(error)
+            if reason is None:
+                raise
+            raise OSError(
+                f"{what} could not be written to {self.args.output_dir}: {reason}. {self._way_on()}"
+            ) from error
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
         """Whether this is the best model so far; of two equal ones (BLEU 0 early on), the one of the lower loss."""
@@ -938,17 +1049,21 @@ def pad_rows(rows: list[Any], padding: int = -100) -> np.ndarray | None:
     return padded
 
 
+# What a run goes on with besides its weights.
+STATES = "optimizer.pt, scheduler.pt, rng_state.pth"
+
 # The trainer's own record, which it writes last.
 TRAINER_STATE = "trainer_state.json"
 
 
-def last_whole_checkpoint(folder: str | os.PathLike) -> str | None:
+def last_whole_checkpoint(folder: str | os.PathLike, warn: bool = True) -> str | None:
     """The last checkpoint of a run that was written to its end; None where there is none.
 
     Later ones that are not whole (see `fault_of_checkpoint`) are passed over with a warning that says why.
 
     Args:
         folder: The run's `output_dir`; it need not exist.
+        warn: Whether to warn of those that are passed over.
     """
     checkpoints = [
         (int(path.name.removeprefix("checkpoint-")), path)
@@ -959,7 +1074,8 @@ def last_whole_checkpoint(folder: str | os.PathLike) -> str | None:
         fault = fault_of_checkpoint(path)
         if fault is None:
             return str(path)
-        logger.warning(f"{path} is passed over, it is not a whole checkpoint: {fault}.")
+        if warn:
+            logger.warning(f"{path} is passed over, it is not a whole checkpoint: {fault}.")
     return None
 
 
@@ -1021,6 +1137,37 @@ def fault_of_file(path: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile):
         return "is cut short or damaged"
     return None
+
+
+def why_not_written(error: Exception) -> str | None:
+    """What kept a file from being written, by the error of whoever wrote it; None where it is another matter."""
+    if isinstance(error, OSError):
+        disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+        return error.strerror if error.errno in disk else None
+    if isinstance(error, SafetensorError):
+        return str(error)
+    # torch.save says where in its code it was, not what the system told it.
+    if "PytorchStreamWriter" in str(error) or "inline_container" in str(error):
+        return "torch.save could not write a file to its end, as on a full disk"
+    return None
+
+
+def tells_of_a_dead_worker(error: BaseException) -> bool:
+    """Whether an error is that of a data loader whose worker has ended, and not one that a worker reported."""
+    text = str(error)
+    if isinstance(error, RuntimeError):
+        return "DataLoader worker (pid" in text
+    frames = traceback.walk_tb(error.__traceback__)
+    in_loader = any(frame.f_globals.get("__name__") == "torch.utils.data.dataloader" for frame, _ in frames)
+    return in_loader and not text.startswith("Caught ")
+
+
+def is_finite(tensors: list[torch.Tensor]) -> bool:
+    """Whether all numbers of some tensors are finite; of a tensor spread over processes, those that lie here."""
+    here = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    here = [each.detach() for each in here if each.is_floating_point() and each.numel()]
+    largest = [torch.linalg.vector_norm(each, ord=math.inf).float() for each in here]
+    return not largest or bool(torch.stack([each.to(largest[0].device) for each in largest]).isfinite().all())
 
 
 def keep_freed_memory() -> None:

@@ -5,6 +5,7 @@ is `model.generate()` with the model's own settings.
 """
 
 import contextlib
+import errno
 import glob
 import gzip
 import json
@@ -584,6 +585,15 @@ def _require_model_folder(folder: str) -> None:
             f"; did you mean {checkpoints[-1]}?" if checkpoints else "; expected a folder written by save_pretrained."
         )
         raise FileNotFoundError(f"no config.json in the folder {folder}{hint}")
+    decoding = os.path.join(folder, "generation_config.json")
+    if os.path.isfile(decoding):  # without which transformers would decode by its own defaults, and say nothing
+        try:
+            with open(decoding, encoding="utf-8") as file:
+                json.load(file)
+        except ValueError as error:
+            raise ValueError(
+                f"{decoding} is not JSON ({error}); save the model again, or remove the file for the model's defaults."
+            ) from None
     weights = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
     if not weights:
         if glob.glob(os.path.join(glob.escape(folder), "*_vocabulary.*")) and "model.bin" in os.listdir(folder):
@@ -609,6 +619,17 @@ def _require_model_folder(folder: str) -> None:
 
 
 @contextlib.contextmanager
+def naming_what_is_full(path: str | os.PathLike) -> Iterator[None]:
+    """Adds to an error of a full disk what was being written, which Python leaves out after a file is opened."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
 def open_output(path: str) -> Iterator[TextIO]:
     r"""Opens a text file for writing that appears under its name whole or not at all.
 
@@ -627,13 +648,14 @@ def open_output(path: str) -> Iterator[TextIO]:
             raise ValueError("standard output is closed; give a file, or open it")
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(encoding="utf-8", newline="\n")
-        yield sys.stdout
-        sys.stdout.flush()
+        with naming_what_is_full("standard output"):
+            yield sys.stdout
+            sys.stdout.flush()
         return
     if os.path.isdir(path):
         raise IsADirectoryError(f"expected a file to write to, but {path} is a folder")
     if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "w", encoding="utf-8", newline="\n") as file:
+        with naming_what_is_full(path), open(path, "w", encoding="utf-8", newline="\n") as file:
             yield file
         return
     target = os.path.realpath(path)  # a symbolic link stays one
@@ -645,7 +667,7 @@ def open_output(path: str) -> Iterator[TextIO]:
     except FileNotFoundError:
         raise FileNotFoundError(f"no such folder: {folder} (to write {base} into)") from None
     try:
-        with file:
+        with naming_what_is_full(path), file:
             yield file
         if os.path.exists(target):
             shutil.copymode(target, temporary)
