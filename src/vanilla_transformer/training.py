@@ -99,7 +99,8 @@ class VanillaTransformerTrainingArguments(Seq2SeqTrainingArguments):
         predict_with_generate (`bool`, defaults to True): BLEU by generation at each evaluation.
 
     Raises:
-        ValueError: `tokens_per_batch` below 1, or given together with `per_device_train_batch_size`.
+        ValueError: `tokens_per_batch` below 1, or given together with `per_device_train_batch_size`; FSDP without an
+            accelerator, where accelerate would leave it out.
 
     Source: Vaswani et al. 2017, sections 5.1 and 5.3.
     """
@@ -134,6 +135,13 @@ class VanillaTransformerTrainingArguments(Seq2SeqTrainingArguments):
         if (self.bf16 or self.bf16_full_eval) and not torch.accelerator.is_available():
             self.use_cpu = True  # else transformers refuses bfloat16, which processors do have
         super().__post_init__()
+        sharded = self.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
+        if sharded and self.device.type == "cpu":
+            raise ValueError(
+                "FSDP is asked for, but on a processor accelerate knows none and would, without a word, train a whole "
+                "copy of the model in each process; leave --fsdp out (and FSDP of the accelerate config), or train on "
+                "GPUs."
+            )
         if self.fp16 and self.device.type == "cpu":
             logger.warning(
                 "fp16=True has no effect on a processor: accelerate trains in float32 there; bf16=True is for both."
@@ -494,6 +502,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             self._resumed_at = json.loads(state)["global_step"]
             self._record_at_resume = TrainingRun.load(resume_from_checkpoint)
             self._check_shapes(Path(resume_from_checkpoint))
+            self._compare_batches(Path(resume_from_checkpoint))
         self._sentences = 0
         self._target_tokens_of_run = 0
         self._target_tokens_since = self._start_of_run = time.perf_counter()
@@ -541,6 +550,38 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                     f"cannot resume from {checkpoint}: {name} has the shape {shape} there and is {here}; the shape of "
                     "a run (preset, config_overrides, vocabulary) cannot change on the way."
                 )
+
+    def _compare_batches(self, checkpoint: Path) -> None:
+        """Warns where the updates of a run that goes on are not those that it would have made undisturbed."""
+        before, processes = self._record_at_resume, self.accelerator.num_processes
+        if before.processes is None or not self.args.should_log:
+            return
+        steps_before = before.arguments.get("gradient_accumulation_steps", 1)
+        steps, at_once = self.args.gradient_accumulation_steps, before.processes * steps_before
+        bounds = ("tokens_per_batch", "per_device_train_batch_size")
+        bounds_before = {name: before.arguments[name] for name in bounds if name in before.arguments}
+        changed = [
+            f"--{name} {value} before, {getattr(self.args, name)} now"
+            for name, value in bounds_before.items()
+            if getattr(self.args, name, value) != value
+        ]
+        if processes * steps != at_once:
+            fits = at_once % processes == 0
+            hint = f"; --gradient_accumulation_steps {at_once // processes} keeps them" if fits else ""
+            changed.append(
+                f"processes x accumulation steps {before.processes} x {steps_before} before, {processes} x {steps} "
+                f"now{hint}"
+            )
+        if changed:
+            logger.warning(
+                f"{checkpoint} was trained in other batches ({', '.join(changed)}): the run goes on, but neither its "
+                "updates nor its place in the text are those of an undisturbed one"
+            )
+        elif processes != before.processes and getattr(self.model.config, "dropout", None):
+            logger.warning(
+                f"{checkpoint} was trained in {before.processes} processes, this run has {processes}: batches are the "
+                "same, but the random numbers of dropout are others"
+            )
 
     def _record_run(self) -> None:
         """Writes what the run was so far into `run`, for the model card."""
