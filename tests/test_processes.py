@@ -150,7 +150,9 @@ def test_a_sharded_model_with_its_three_tied_matrices_trains_as_a_whole_one(tmp_
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED.format(tests=str(Path(__file__).parent)), encoding="utf-8")
     for count in (1, 2):
-        with torchrun(script, tmp_path / str(count), standalone="true", nproc_per_node=count) as process:
+        with torchrun(
+            script, tmp_path / str(count), rdzv_backend="c10d", rdzv_endpoint="localhost:0", nproc_per_node=count
+        ) as process:
             output, _ = process.communicate(timeout=500)
         assert process.returncode == 0, output
     one, two = (torch.load(tmp_path / name / "losses.pt", weights_only=True) for name in ("1", "2"))
