@@ -750,7 +750,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
 
     def _check_weights(self) -> None:
         """Raises FloatingPointError where an update has left weights that are infinite or undefined."""
-        if not self._on_all_processes(is_finite(list(self.model.parameters()))):
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        if not self._on_all_processes(is_finite(trained)):
             raise FloatingPointError(
                 f"training has diverged: update {self.state.global_step} left weights that are infinite or undefined, "
                 f"which are not saved. {self._way_on()} A lower --learning_rate or a longer --warmup_steps may help."
@@ -1206,6 +1207,7 @@ def tells_of_a_dead_worker(error: BaseException) -> bool:
 def is_finite(tensors: list[torch.Tensor]) -> bool:
     """Whether all numbers of some tensors are finite; of a tensor spread over processes, those that lie here."""
     here = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    here = [each.coalesce().values() if each.is_sparse else each for each in here]
     here = [each.detach() for each in here if each.is_floating_point() and each.numel()]
     largest = [torch.linalg.vector_norm(each, ord=math.inf).float() for each in here]
     return not largest or bool(torch.stack([each.to(largest[0].device) for each in largest]).isfinite().all())
