@@ -732,6 +732,8 @@ def users_mistake(error: Exception) -> str | None:
         return f"{error.strerror}: {error.filename2 if copied else error.filename}"
     if isinstance(error, OSError) and error.strerror and error.errno in NO_ROOM:
         return f"{error.strerror}, in the midst of a file that was being written"
+    if type(error) is Exception and "(os error " in str(error):  # what the tokenizers library makes of a full disk
+        return str(error)
     ours = (ValueError, OSError, ImportError, FloatingPointError)
     if isinstance(error, ours) or module in ("safetensors", "safetensors_rust"):
         return f"{str(error) or name}{hint_of_login(error)}"

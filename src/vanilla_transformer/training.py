@@ -788,7 +788,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         """Raises OSError, with the way on, where a file cannot be written."""
         try:
             yield
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except Exception as error:
             reason = why_not_written(error)
             if reason is None:
                 raise
@@ -1186,7 +1186,7 @@ def why_not_written(error: Exception) -> str | None:
     if isinstance(error, OSError):
         disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
         return error.strerror if error.errno in disk else None
-    if isinstance(error, SafetensorError):
+    if isinstance(error, SafetensorError) or "(os error " in str(error):  # of a tokenizer, a plain Exception
         return str(error)
     # torch.save says where in its code it was, not what the system told it.
     if "PytorchStreamWriter" in str(error) or "inline_container" in str(error):
