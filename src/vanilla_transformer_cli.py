@@ -898,21 +898,30 @@ def main(argv: list[str] | None = None) -> int:
 
 def while_read(work: Callable[[], int]) -> int:
     """Does the work and returns its exit code; ends it quietly where nobody reads standard output any more."""
-    code = 0
     try:
         try:
             code = work()
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            lost = flush_output()
     except BrokenPipeError:
         return leave_quietly()
-    except OSError as error:  # a full disk; a verb that failed has said so
-        drop_output()
-        if code == 0:
-            print(f"{PROGRAM}: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
-            code = EXIT_USER_ERROR
+    if lost is not None and code == 0:  # else the verb has said so
+        print(f"{PROGRAM}: error: standard output cannot be written: {lost.strerror}", file=sys.stderr)
+        return EXIT_USER_ERROR
     return code
+
+
+def flush_output() -> OSError | None:
+    """Writes what is left for standard output; an error of it, such as that of a full disk, is returned."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        return error
+    return None
 
 
 def answer(argv: list[str]) -> int:
