@@ -905,10 +905,26 @@ def while_read(work: Callable[[], int]) -> int:
             lost = flush_output()
     except BrokenPipeError:
         return leave_quietly()
-    if lost is not None and code == 0:  # else the verb has said so
-        print(f"{PROGRAM}: error: standard output cannot be written: {lost.strerror}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    return code
+    # Where the code is another one, the verb has said so.
+    return output_is_lost(lost) if lost is not None and code == 0 else code
+
+
+def output_is_lost(error: OSError) -> int:
+    """Says that standard output took nothing, and returns the exit code."""
+    print(f"{PROGRAM}: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+def tell(text: str) -> int:
+    """Prints a text and returns the exit code."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        return output_is_lost(error)
+    return 0
 
 
 def flush_output() -> OSError | None:
@@ -931,11 +947,9 @@ def answer(argv: list[str]) -> int:
         return EXIT_USER_ERROR
     verb, rest = argv[0], argv[1:]
     if verb in ("-h", "--help", "help"):
-        print(usage())
-        return 0
+        return tell(usage())
     if verb in ("-V", "--version"):
-        print(f"{PROGRAM} {version()}")
-        return 0
+        return tell(f"{PROGRAM} {version()}")
     if verb not in VERBS:
         print(f"{PROGRAM}: error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}", file=sys.stderr)
         return EXIT_USER_ERROR
