@@ -734,6 +734,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
 
         Training in float16 with a scaler leaves such updates out by itself.
         """
+        if self.args.device.type != "cpu" and (self.state.global_step + 1) % max(1, self.state.logging_steps):
+            return  # an accelerator is not waited for at each update; what is lost stays lost until it is asked
         loss, self._loss_of_update = self._loss_of_update, 0.0
         if self.accelerator.scaler is not None:
             return
