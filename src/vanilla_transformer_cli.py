@@ -35,6 +35,7 @@ VERBS = {
     "prune": "find out which attention heads matter, and take the others out",
     "convert": "take over a model that others trained, or write one for other tools",
     "push": "upload a model with its code, tokenizer, settings and card to the Hub",
+    "serve": "a page in the browser to try models on",
 }
 
 # Formats of `convert`; vanilla_transformer.convert.FORMATS tells more of each.
@@ -88,6 +89,13 @@ def whole_number(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return number
+
+
+def port_number(text: str) -> int:
+    """A port to listen at."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, got {text!r}")
+    return int(text)
 
 
 def finite_number(text: str) -> float:
@@ -210,6 +218,11 @@ def _add_model_arguments(
         default=tokens_per_batch,
         help=f"bound of rows x {'beams x ' if searches else ''}longest row of a batch, padding counted",
     )
+    _add_opening_arguments(parser)
+
+
+def _add_opening_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a model is opened."""
     parser.add_argument(
         "--device",
         metavar="D",
@@ -670,6 +683,29 @@ def average_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def serve_parser() -> argparse.ArgumentParser:
+    """Arguments of `vanilla-transformer serve`."""
+    parser = OneLineParser(
+        prog=f"{PROGRAM} serve",
+        description="A page in the browser (extra [serve]): type text or choose a file, and get translations with "
+        "their scores and attention. It listens on this machine alone unless --host says otherwise, and fetches "
+        "nothing from others.",
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        nargs="+",
+        type=model_name,
+        metavar="M",
+        default=argparse.SUPPRESS,
+        help="folders, or names on the Hub; the page lets one choose among them",
+    )
+    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all")
+    parser.add_argument("--port", type=port_number, metavar="N", default=7860, help="port to listen at")
+    _add_opening_arguments(parser)
+    return parser
+
+
 # The verbs whose arguments can be checked without importing the package.
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "demo": demo_parser,
@@ -681,6 +717,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "prune": prune_parser,
     "convert": convert_parser,
     "push": push_parser,
+    "serve": serve_parser,
 }
 
 
