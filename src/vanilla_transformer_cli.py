@@ -578,6 +578,18 @@ def push_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--license", metavar="L", default=argparse.SUPPRESS, help="written into the card, such as apache-2.0"
     )
+    parser.add_argument(
+        "--space",
+        action="store_true",
+        help="make repo_id a Space: a page to try the model on, with the model and all code in it",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=new_folder,
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="with --space: write the files there, new or empty, and send nothing",
+    )
     parser.add_argument("--dry_run", action="store_true", help="show what would go, and the card, and send nothing")
     return parser
 

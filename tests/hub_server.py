@@ -1,4 +1,4 @@
-"""A Hub on this machine: the part of the Hugging Face Hub's protocol that its client speaks for models.
+"""A Hub on this machine: the part of the Hugging Face Hub's protocol that its client speaks for models and Spaces.
 
 Two servers on the loopback, as there are two hosts in reality: the Hub itself, and the storage of large files, where
 the client goes with a signed address and without its token. The server counts every hash itself, so that it is a check
@@ -51,6 +51,11 @@ GIT_ATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for 
 
 INVALID_TOKEN = "Invalid credentials in Authorization header"
 ANONYMOUS = "Invalid username or password."
+
+
+def namespace_of(repo: str) -> str:
+    """The user or the organization that a repository belongs to."""
+    return repo.removeprefix("spaces/").split("/")[0]
 
 
 def git_blob_id(content: bytes) -> str:
@@ -447,8 +452,8 @@ def card_metadata(content: str) -> Any:
     return yaml.safe_load(match.group(1)) if match else None
 
 
-def card_errors(content: str) -> list[str]:
-    """What the Hub would not accept in a model card's metadata: wrong types, and names that cannot be."""
+def card_errors(content: str, in_space: bool = False) -> list[str]:
+    """What the Hub would not accept in a card's metadata: wrong types, and names that cannot be."""
     try:
         data = card_metadata(content)
     except yaml.YAMLError as error:
@@ -457,7 +462,7 @@ def card_errors(content: str) -> list[str]:
         return []
     if not isinstance(data, dict):
         return ["the metadata must be a mapping"]
-    errors = []
+    errors = space_errors(data) if in_space else []
     repository = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
     shapes = {
         "language": r"[a-z]{2,3}(-[A-Za-z]+)*|code|multilingual",
@@ -483,6 +488,20 @@ def card_errors(content: str) -> list[str]:
             elif not re.fullmatch(shape, value):
                 errors.append(f'"{key}" with value "{value}" is not valid')
     return errors + model_index_errors(data.get("model-index"))
+
+
+def space_errors(data: dict[str, Any]) -> list[str]:
+    """What a Space cannot be started with."""
+    errors = [f'"{key}" is required' for key in ("sdk",) if key not in data]
+    if data.get("sdk") not in ("gradio", "docker", "static", None):
+        errors.append(f'"sdk" cannot be {data["sdk"]!r}')
+    for key, shape in {"sdk_version": r"\d+\.\d+\.\d+", "app_file": r".+", "emoji": r"\W+", "title": r".+"}.items():
+        if key in data and not (isinstance(data[key], str) and re.fullmatch(shape, data[key])):
+            errors.append(f'"{key}" with value {data[key]!r} is not valid')
+    if len(str(data.get("short_description", ""))) > 60:
+        errors.append('"short_description" is longer than 60 characters')
+    colors = {"red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray"}
+    return errors + [f'"{key}" is no color' for key in ("colorFrom", "colorTo") if data.get(key, "red") not in colors]
 
 
 def model_index_errors(index: Any) -> list[str]:
@@ -579,7 +598,8 @@ class Handler(BaseHTTPRequestHandler):
         """The answer of whoever is in charge of this path."""
         try:
             for methods, pattern, name in self.routes:
-                match = re.fullmatch(pattern, self.raw_path)
+                # The API has spaces/user/name in the place of models/user/name.
+                match = re.fullmatch(pattern, self.raw_path.replace("/api/spaces/", "/api/models/spaces/", 1))
                 if match and self.command in methods.split("|"):
                     with self.hub.lock:
                         parts = {key: unquote(value) for key, value in match.groupdict("").items()}
@@ -631,7 +651,8 @@ class Handler(BaseHTTPRequestHandler):
         )
 
 
-REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"
+# A Space's name begins with spaces/ here, in its addresses and in `HubServer.repositories`.
+REPOSITORY = r"(?P<repo>(?:spaces/)?[\w.-]+/[\w.-]+)"
 API = rf"/api/models/{REPOSITORY}"
 
 
@@ -734,7 +755,7 @@ class HubHandler(StorageHandler):
         """A repository that the user may know of: to others a private one is as good as missing."""
         user = self.user()
         repository = self.hub.repositories.get(repo)
-        if repository is None or (repository.private and not self.hub.is_member(user, repo.split("/")[0])):
+        if repository is None or (repository.private and not self.hub.is_member(user, namespace_of(repo))):
             if user is None:
                 raise HubError(401, ANONYMOUS, "RepoNotFound")
             raise HubError(404, "Repository not found", "RepoNotFound")
@@ -743,7 +764,7 @@ class HubHandler(StorageHandler):
     def writable(self, repo: str) -> Repository:
         """A repository that the user may write to."""
         repository = self.readable(repo)
-        self.check_may_write(repo.split("/")[0], "Forbidden: you must use a write token to upload to a repository.")
+        self.check_may_write(namespace_of(repo), "Forbidden: you must use a write token to upload to a repository.")
         return repository
 
     def commit_at(self, repository: Repository, revision: str) -> Commit:
@@ -779,8 +800,9 @@ class HubHandler(StorageHandler):
 
     def validate_yaml(self) -> Answer:
         """Whether a model card will be accepted."""
-        content = self.json_body()["content"]
-        errors = [{"message": message} for message in card_errors(content)]
+        asked = self.json_body()
+        content, in_space = asked["content"], asked.get("repoType") == "space"
+        errors = [{"message": message} for message in card_errors(content, in_space)]
         empty = not errors and card_metadata(content) is None
         warnings = [{"message": "empty or missing yaml metadata in repo card"}] if empty else []
         return Answer.json({"errors": errors, "warnings": warnings}, 400 if errors else 200)
@@ -794,8 +816,12 @@ class HubHandler(StorageHandler):
         self.check_may_write(
             namespace, f'You don\'t have the rights to create a model under the namespace "{namespace}"'
         )
-        if asked.get("type", "model") != "model":
-            raise HubError(400, "only models here")
+        if asked.get("type", "model") not in ("model", "space"):
+            raise HubError(400, "only models and Spaces here")
+        if asked.get("type") == "space":
+            if not asked.get("sdk"):
+                raise HubError(400, "a Space needs an sdk")
+            repo_id = f"spaces/{repo_id}"
         url = f"{self.hub.url}/{repo_id}"
         if repo_id in self.hub.repositories:
             return Answer.json({"error": "You already created this model repo", "url": url}, 409)
@@ -841,9 +867,9 @@ class HubHandler(StorageHandler):
         return Answer.json(
             {
                 "_id": git_blob_id(repo.encode())[:24],
-                "id": repo,
-                "modelId": repo,
-                "author": repo.split("/")[0],
+                "id": repo.removeprefix("spaces/"),
+                "modelId": repo.removeprefix("spaces/"),
+                "author": namespace_of(repo),
                 "sha": commit.id,
                 "private": repository.private,
                 "gated": repository.gated,
@@ -929,7 +955,7 @@ class HubHandler(StorageHandler):
     def resolve(self, repo: str, rev: str, path: str) -> Answer:
         """Where the content of a file is to be had: here for a small one, in the storage for a large one."""
         repository = self.readable(repo)
-        if repository.gated and not self.hub.is_member(self.entry.user, repo.split("/")[0]):
+        if repository.gated and not self.hub.is_member(self.entry.user, namespace_of(repo)):
             message = f"Access to model {repo} is restricted and you are not in the authorized list."
             raise HubError(403 if self.entry.user else 401, message, "GatedRepo")
         commit = self.commit_at(repository, rev)
@@ -1116,7 +1142,8 @@ class HubHandler(StorageHandler):
             content = base64.b64decode(value["content"], validate=True)
             if is_large(files, path, len(content), content[:512]) and content:
                 raise HubError(400, f"Your push was rejected because {path} belongs into the storage.")
-            if path == "README.md" and (errors := card_errors(content.decode())):
+            in_space = repository.id.startswith("spaces/")
+            if path == "README.md" and (errors := card_errors(content.decode(), in_space)):
                 raise HubError(400, f"Invalid metadata in README.md: {'; '.join(errors)}")
             files[path] = File(len(content), content)
         elif key == "lfsFile":

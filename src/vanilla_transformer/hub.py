@@ -12,13 +12,14 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
@@ -61,6 +62,31 @@ PUSHED = (
     "*.model",
     "*.png",
 )
+
+# A Space's own: the model's folder in it, the modules that the page is made of, and what they import.
+SPACE_MODEL = "model"
+SPACE_CODE = (
+    "__init__.py",
+    *CODE,
+    "attention_page.html",
+    "data.py",
+    "quantization.py",
+    "serving.py",
+    "translation.py",
+    "visualization.py",
+)
+SPACE_REQUIREMENTS = ("torch", "transformers", "safetensors", "datasets", "gradio", "matplotlib")
+SPACE_APP = f'''"""The page of this Space: python app.py"""
+
+import os
+
+from vanilla_transformer.serving import serve
+
+
+if __name__ == "__main__":
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "{SPACE_MODEL}")
+    serve([folder], names=[NAME], host=os.environ.get("HOST", "0.0.0.0"), port=int(os.environ.get("PORT", "7860")))
+'''
 
 # Fields that make a model another one than the paper's; the rest is its size, and the ids of the vocabulary.
 DEPARTURES = {
@@ -768,6 +794,98 @@ def card_to_push(path: Path, repo_id: str, license: str | None) -> str:
     return str(card)
 
 
+def files_of_space(folder: str | os.PathLike, repo_id: str, *, license: str | None = None) -> dict[str, Path | bytes]:
+    """What a Space of the Hub holds that is a page to try this model on: each file's name and content.
+
+    It is whole in itself: the model, the page and the code of both, so that it needs no other repository. A folder
+    with these files runs anywhere: `pip install -r requirements.txt`, then `python app.py`.
+
+    Args:
+        folder: With the saved model and its tokenizer.
+        repo_id: Name of the Space.
+        license: Written into the Space's card and that of the model; None leaves what the model's card says.
+
+    Raises:
+        FileNotFoundError, ValueError: See `files_to_push`.
+    """
+    model_files = files_to_push(folder, repo_id, license=license)
+    card: Any = ModelCard(content_of(model_files[CARD]).decode("utf-8"), ignore_metadata_errors=True)
+    name = repo_id.rpartition("/")[2]
+    run = TrainingRun.load(Path(folder))
+    gradio = next(line for line in space_requirements() if line.startswith("gradio")).partition("==")[2]
+    header = {
+        "title": name,
+        "emoji": "\U0001f5e3",
+        "colorFrom": "blue",
+        "colorTo": "gray",
+        "sdk": "gradio",
+        **({"sdk_version": gradio} if gradio else {}),
+        "app_file": "app.py",
+        "pinned": False,
+        **({"license": card.data.license} if card.data.license else {}),
+        "short_description": f"Translation, {direction(run)}"[:60] if run.source_lang else "Translation",
+    }
+    text = (
+        f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---\n\n# {plain(name)}\n\n"
+        "A page to try a translation model on: the Transformer of *Attention Is All You Need*, as trained with the "
+        "package vanilla-transformer. Its card is `model/README.md`. On another machine: "
+        "`pip install -r requirements.txt`, then `python app.py`.\n"
+    )
+    code = Path(__file__).parent
+    package = code.name
+    more = ["sentencepiece"] if any(file.endswith(".spm") for file in model_files) else []
+    files: dict[str, Path | bytes] = {f"{SPACE_MODEL}/{file}": content for file, content in model_files.items()}
+    files |= {f"{package}/{file}": code / file for file in SPACE_CODE if (code / file).is_file()}
+    files |= {
+        CARD: text.encode(),
+        "app.py": SPACE_APP.replace("NAME", repr(name)).encode(),
+        "requirements.txt": "".join(f"{line}\n" for line in space_requirements(more)).encode(),
+    }
+    return dict(sorted(files.items()))
+
+
+def space_requirements(more: Iterable[str] = ()) -> list[str]:
+    """What the page needs, in the versions that are installed here, as far as they are."""
+    lines = []
+    for name in (*SPACE_REQUIREMENTS, *more):
+        try:
+            lines.append(f"{name}=={version(name).partition('+')[0]}")
+        except PackageNotFoundError:
+            lines.append(name)
+    return lines
+
+
+def content_of(content: Path | bytes) -> bytes:
+    """The bytes of a file to push."""
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def write_space(
+    folder: str | os.PathLike, output_dir: str | os.PathLike, repo_id: str, *, license: str | None = None
+) -> list[str]:
+    """Writes the files of `files_of_space` into a folder; returns their names.
+
+    Args:
+        folder: With the saved model and its tokenizer.
+        output_dir: A new or an empty folder.
+        repo_id: Name of the Space.
+        license: See `files_of_space`.
+
+    Raises:
+        FileExistsError: `output_dir` is not empty.
+        FileNotFoundError, ValueError: See `files_of_space`.
+    """
+    files = files_of_space(folder, repo_id, license=license)
+    target = Path(output_dir)
+    if target.is_dir() and any(target.iterdir()):
+        raise FileExistsError(f"expected a new or an empty folder, but {output_dir} is not empty")
+    for name, content in files.items():
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content_of(content))
+    return list(files)
+
+
 class Pushed(NamedTuple):
     """What a push did: the address of the branch's newest commit, and whether it is new."""
 
@@ -785,6 +903,7 @@ def push(
     license: str | None = None,
     token: str | None = None,
     files: dict[str, Path | bytes] | None = None,
+    space: bool = False,
 ) -> Pushed:
     """Uploads a model's folder as one commit: all of it arrives, or nothing; none where the Hub has it all already.
 
@@ -800,7 +919,8 @@ def push(
         commit_message: Of the commit.
         license: See `model_card`.
         token: None means that of `hf auth login` or of the variable HF_TOKEN.
-        files: What `files_to_push` gave for the same arguments; None asks it.
+        files: What `files_to_push`, or `files_of_space`, gave for the same arguments; None asks it.
+        space: Whether to make a Space of it, a page to try the model on: see `files_of_space`.
 
     Raises:
         FileNotFoundError, ValueError: See `files_to_push`; a name that the Hub does not take; `private` for a
@@ -808,23 +928,28 @@ def push(
         huggingface_hub.errors.HfHubHTTPError: What the Hub refuses.
         httpx.HTTPError: The Hub is not reached.
     """
-    files = dict(files_to_push(folder, repo_id, license=license) if files is None else files)
+    files_of = files_of_space if space else files_to_push
+    files = dict(files_of(folder, repo_id, license=license) if files is None else files)
     api = HfApi(token=token, library_name="vanilla-transformer")
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # now with its owner
-    files[CARD] = card_to_push(Path(folder), repo_id, license).encode()
-    if private and api.repo_info(repo_id).private is False:
+    kind = {"repo_type": "space" if space else "model"}
+    sdk = {"space_sdk": "gradio"} if space else {}
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, **kind, **sdk).repo_id  # now with its owner
+    if not space:  # whose card does not name it
+        files[CARD] = card_to_push(Path(folder), repo_id, license).encode()
+    if private and api.repo_info(repo_id, **kind).private is False:
         raise ValueError(
             f"{repo_id} exists already and is public; nothing was sent. Make it private in its settings on the Hub, "
             "or give another name."
         )
     if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    newest = api.repo_info(repo_id, revision=revision).sha
+        api.create_branch(repo_id, branch=revision, exist_ok=True, **kind)
+    newest = api.repo_info(repo_id, revision=revision, **kind).sha
     commit = api.create_commit(
         repo_id,
         operations=[CommitOperationAdd(name, content) for name, content in files.items()],
         commit_message=commit_message,
         revision=revision,
+        **kind,
     )
     card = Path(folder) / CARD
     if license is not None and card.is_file():
@@ -844,8 +969,10 @@ __all__ = [
     "TrainingRun",
     "add_evaluation",
     "changed_arguments",
+    "files_of_space",
     "files_to_push",
     "model_card",
     "push",
     "write_model_card",
+    "write_space",
 ]

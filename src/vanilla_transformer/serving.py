@@ -1,7 +1,7 @@
 """A page in the browser to try models on: text or a file in, translations with their scores and attention out.
 
-The page is made with Gradio (extra `[serve]`), which is imported only when a page is built. It listens where it is told
-to, fetches nothing from other machines and reports to none. Models arrive opened; each is run by one thread at a time.
+The page is made with Gradio (extra `[serve]`), which is imported only when a page is built. It listens where it is
+told to, fetches nothing from other machines and reports to none. Each model is run by one thread at a time.
 """
 
 import base64
@@ -50,7 +50,8 @@ USERS_AT_ONCE = 4
 SECONDS_FILES_ARE_KEPT = 3600
 ATTENTION_PIXELS = 760
 
-COLUMNS = ["line", "rank", "translation", "score", "log-probability", "tokens"]
+COLUMNS = ["line", "rank", "score", "log-probability", "tokens", "translation"]
+CSS = "#table td, #table td * { overflow-wrap: anywhere; font-family: inherit; }"
 
 # By the source language that a model's record names.
 EXAMPLES = {
@@ -151,7 +152,7 @@ class Translated:
         """The table's row; see `COLUMNS`."""
         found = self.hypothesis
         numbers = [None if each is None else round(each, 3) for each in (found.score, found.log_prob)]
-        return [self.line, self.rank, found.text, *numbers, len(found.token_ids)]
+        return [self.line, self.rank, *numbers, len(found.token_ids), found.text]
 
     def label(self, longest: int = 90) -> str:
         """What the list of translations to look at calls it."""
@@ -235,7 +236,9 @@ def too_long(served: ServedModel, lines: Sequence[str], first_line: int) -> Iter
         yield from ((number, len(row)) for number, row in zip(numbers, rows, strict=True) if len(row) > served.limit)
 
 
-def translate_file(served: ServedModel, path: str, output: str, num_beams: int) -> Iterator[tuple[int, int, list[int]]]:
+def translate_file(
+    served: ServedModel, path: str, output: str, num_beams: int
+) -> Iterator[tuple[int, int, list[int]]]:
     """Translates a file into another; line i of the one belongs to line i of the other.
 
     Args:
@@ -368,6 +371,7 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
     if len(by_name) < len(models):
         raise ValueError(f"each model needs a name of its own, got {', '.join(each.name for each in models)}.")
     first = models[0]
+    progress_bar = gr.Progress()  # the default of an argument, by which Gradio knows whose it is
 
     def served_by(name: str) -> ServedModel:
         if name not in by_name:
@@ -397,16 +401,15 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
                 return "<p>The translation is empty: there is no attention to show.</p>"
             return attention_html(served_by(name), source, target)
 
-    def on_file(name: str, path: str | None, num_beams: float, progress: Any = gr.Progress()) -> Iterator[Any]:
+    def on_file(name: str, path: str | None, num_beams: float, progress: Any = progress_bar) -> Iterator[Any]:
         with told_on_the_page(gr):
             if not path:
                 raise ValueError("There is no file: choose one, of UTF-8 text, one sentence on each line.")
             stem = os.path.splitext(os.path.basename(path))[0]
             output = os.path.join(tempfile.mkdtemp(prefix="translation_"), f"{stem}.translated.txt")
             started = time.monotonic()
-            done = total = 0
-            cut: list[int] = []
-            for done, total, cut in translate_file(served_by(name), path, output, int(num_beams)):
+            total, cut = 0, []
+            for done, total, cut in translate_file(served_by(name), path, output, int(num_beams)):  # noqa: B007
                 progress((done, total), unit="lines")
                 yield None, f"{done:,} of {total:,} lines"
             seconds = time.monotonic() - started
@@ -449,11 +452,11 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
                 gr.Examples(examples, source, label="examples", cache_examples=False, api_visibility="private")
             table = gr.Dataframe(
                 headers=COLUMNS,
-                datatype=["number", "number", "str", "number", "number", "number"],
+                datatype=["number", "number", "number", "number", "number", "str"],
                 label="translations and scores",
                 interactive=False,
                 wrap=True,
-                column_widths=["70px", "70px", "auto", "100px", "140px", "90px"],
+                column_widths=["6%", "6%", "9%", "14%", "8%", "57%"],
                 elem_id="table",
             )
             line = gr.Dropdown([], label="attention of", elem_id="line", interactive=False)
@@ -468,7 +471,9 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
 
         model.input(on_model, model, num_beams, api_visibility="private")
         inputs, outputs = [model, source, num_beams, n_best], [target, table, line, held]
-        translating = button.click(on_translate, inputs, outputs, concurrency_limit=USERS_AT_ONCE, api_name="translate")
+        translating = button.click(
+            on_translate, inputs, outputs, concurrency_limit=USERS_AT_ONCE, api_name="translate"
+        )
         look: dict[str, Any] = {
             "fn": on_attention,
             "inputs": [held, line],
@@ -531,17 +536,26 @@ def open_page(page: Any, *, host: str = "127.0.0.1", port: int = 7860) -> str:
         enable_monitoring=False,
         max_file_size=LARGEST_FILE,
         footer_links=[],
+        css=CSS,
         # Letters of the reader's own machine.
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
     return f"http://{host}:{port}/"
 
 
-def serve(models: Sequence[str], *, host: str = "127.0.0.1", port: int = 7860, **options: Any) -> None:
+def serve(
+    models: Sequence[str],
+    *,
+    names: Sequence[str] | None = None,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    **options: Any,
+) -> None:
     """Opens models and serves the page until the process is told to end.
 
     Args:
         models: Folders, or names on the Hub.
+        names: What the page calls them; None means by their folders.
         host: Address to listen at; the default is this machine alone.
         port: From 1 to 65535.
         options: Arguments of `translation.load_translator`, for each model.
@@ -553,8 +567,8 @@ def serve(models: Sequence[str], *, host: str = "127.0.0.1", port: int = 7860, *
     import_gradio()  # before models are opened, which takes longer
     served = [open_served_model(name, **options) for name in models]
     labels = [each.name for each in served]
-    for each, name in zip(served, models, strict=True):
-        if labels.count(each.name) > 1:
+    for each, name in zip(served, names or models, strict=True):
+        if names or labels.count(each.name) > 1:
             each.name = name
     page = translation_page(served)
     address = open_page(page, host=host, port=port)
