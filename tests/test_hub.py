@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,11 @@ import torch
 import yaml
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from transformers import AutoTokenizer, GenerationConfig, pipeline
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
 
 import vanilla_transformer_cli
 from conftest import TINY_CORPUS
+from hub_server import card_errors
 from test_evaluation import sacrebleu_command
 from translators import varied_marian, varied_model
 from vanilla_transformer import (
@@ -31,12 +35,15 @@ from vanilla_transformer.hub import (
     changed_arguments,
     decoding_text,
     duration,
+    files_of_space,
     files_to_push,
     model_card,
     plain,
     write_model_card,
+    write_space,
 )
 from vanilla_transformer.training import VanillaTransformerTrainingArguments
+from vanilla_transformer.translation import translate_lines
 
 
 CODE = {f"{part}_vanilla_transformer.py" for part in ("configuration", "generation", "modeling", "pipeline")}
@@ -645,6 +652,73 @@ def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_sent(fo
     code = vanilla_transformer_cli.main(["push", "--model", str(folder), f"--repo_id={name}"])
     assert code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+# --- A Space ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_space_holds_the_page_the_model_and_the_code_of_both(folder):
+    write_model_card(folder, TrainingRun(source_lang="en", target_lang="de"))
+    (folder / "optimizer.pt").write_bytes(b"state")
+    files = files_of_space(folder, "user/my-page", license="mit")
+    model = {name.removeprefix("model/") for name in files if name.startswith("model/")}
+    assert model == set(files_to_push(folder, "user/my-page"))
+    assert {name for name in files if "/" not in name} == {"README.md", "app.py", "requirements.txt"}
+    header = metadata(files["README.md"].decode())
+    assert (header["sdk"], header["app_file"], header["title"]) == ("gradio", "app.py", "my-page")
+    assert header["license"] == "mit"
+    assert "en to de" in header["short_description"]
+    assert card_errors(files["README.md"].decode(), in_space=True) == []
+    compile(files["app.py"], "app.py", "exec")
+    names = [re.match(r"[\w-]+", line)[0] for line in files["requirements.txt"].decode().splitlines()]
+    assert {"torch", "transformers", "gradio", "datasets"} <= set(names)
+
+
+def test_a_dry_run_of_a_space_shows_its_app_and_requirements_and_writing_it_sends_nothing(folder, capsys, tmp_path):
+    command = ["push", "--model", str(folder), "--repo_id", "user/page", "--space"]
+    assert vanilla_transformer_cli.main([*command, "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    assert "would go to the Space user/page, main branch" in shown
+    assert "sdk: gradio" in shown
+    assert "from vanilla_transformer.serving import serve" in shown
+    assert re.search(r"^torch==", shown, re.MULTILINE)
+    assert vanilla_transformer_cli.main([*command, "--output_dir", str(tmp_path / "space")]) == 0
+    written = {str(path.relative_to(tmp_path / "space")) for path in (tmp_path / "space").rglob("*") if path.is_file()}
+    assert written == set(files_of_space(folder, "user/page"))
+    assert (tmp_path / "space" / "model" / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+    with pytest.raises(SystemExit):
+        vanilla_transformer_cli.main([*command, "--output_dir", str(tmp_path / "space")])
+    assert "is not empty" in capsys.readouterr().err
+    assert vanilla_transformer_cli.main([*command[:-1], "--output_dir", str(tmp_path / "other")]) == 2
+
+
+@pytest.mark.slow
+def test_a_space_opens_its_model_where_the_package_is_not(folder, tmp_path):
+    write_space(folder, tmp_path / "space", "user/page")
+    code = (
+        "import sys; sys.path.insert(0, '.'); import app, vanilla_transformer;"
+        "from vanilla_transformer.serving import open_served_model, translate_text;"
+        "print(vanilla_transformer.__file__);"
+        "print(translate_text(open_served_model('model'), 'The red train.', 4, 1)[0][0].hypothesis.text)"
+    )
+    # Without PYTHONPATH; what an editable install names comes after the folder itself.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "space",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    where, text = done.stdout.splitlines()
+    assert Path(where).parent == tmp_path / "space" / "vanilla_transformer"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    assert text == next(translate_lines(model, tokenizer, ["The red train."]))[0].text
 
 
 # --- The cards of the repository -------------------------------------------------------------------------------------

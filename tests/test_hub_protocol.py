@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from conftest import TINY_CORPUS
 from hub_client import SOURCE, ClientError, HubClient
-from hub_server import HubServer, card_errors, faultless
+from hub_server import HubServer, card_errors, card_metadata, faultless
 from small_models import padded
 from test_hub_code_travels import SHIPPED
 from translators import varied_model
@@ -732,6 +732,21 @@ def test_push_sends_one_commit_that_opens_without_the_package_and_later_only_wha
     assert command(here, *arguments, "--revision", "trial", "--commit_message", "on trial")[0] == 0
     assert hub.history("user/shared", "trial")[0].title == "on trial"
     assert hub.history("user/shared")[0].title == "Upload model"
+
+
+def test_a_space_is_pushed_beside_the_model_of_the_same_name(hub, here, first):
+    arguments = ["push", "--model", first.folder, "--repo_id", "user/both"]
+    assert command(here, *arguments)[0] == 0
+    code, printed, errors = command(here, *arguments, "--space", "--private")
+    assert code == 0, errors
+    assert hub.repositories["spaces/user/both"].private
+    files = hub.files("spaces/user/both")
+    assert hub.history("spaces/user/both")[0].id in printed
+    assert {"app.py", "requirements.txt", "README.md", "vanilla_transformer/serving.py"} <= set(files)
+    assert files["model/model.safetensors"] == first.files["model.safetensors"]
+    assert card_metadata(files["README.md"].decode())["sdk"] == "gradio"
+    assert "app.py" not in hub.files("user/both"), "the model's repository is another one"
+    assert command(here, *arguments, "--space")[1].startswith("nothing to send, user/both holds these")
 
 
 def test_a_push_that_is_to_be_private_does_not_go_into_a_public_repository(hub, here, first):
