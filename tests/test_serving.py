@@ -75,6 +75,7 @@ def test_a_line_ends_at_its_line_feed_alone():
         ("a" * 20_001, 4, 1, "20,001 characters"),
         ("a\n" + "z!" * 600, 4, 1, "Line 2 has 1,201 tokens, more than the 1,024"),
         ("a", 2, 3, "3 translations of a line need as many beams, but there are 2"),
+        ("a", 17, 1, "from 1 to 16 beams here, got 17"),
         ("a\nb\ud800", 4, 1, "the text, line 2: expected text, got the lone surrogate U+D800"),
     ],
 )

@@ -931,25 +931,27 @@ def push(
     files_of = files_of_space if space else files_to_push
     files = dict(files_of(folder, repo_id, license=license) if files is None else files)
     api = HfApi(token=token, library_name="vanilla-transformer")
-    kind = {"repo_type": "space" if space else "model"}
-    sdk = {"space_sdk": "gradio"} if space else {}
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, **kind, **sdk).repo_id  # now with its owner
+    kind = "space" if space else "model"
+    made = api.create_repo(
+        repo_id, private=private, exist_ok=True, repo_type=kind, space_sdk="gradio" if space else None
+    )
+    repo_id = made.repo_id  # now with its owner
     if not space:  # whose card does not name it
         files[CARD] = card_to_push(Path(folder), repo_id, license).encode()
-    if private and api.repo_info(repo_id, **kind).private is False:
+    if private and api.repo_info(repo_id, repo_type=kind).private is False:
         raise ValueError(
             f"{repo_id} exists already and is public; nothing was sent. Make it private in its settings on the Hub, "
             "or give another name."
         )
     if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True, **kind)
-    newest = api.repo_info(repo_id, revision=revision, **kind).sha
+        api.create_branch(repo_id, branch=revision, exist_ok=True, repo_type=kind)
+    newest = api.repo_info(repo_id, revision=revision, repo_type=kind).sha
     commit = api.create_commit(
         repo_id,
         operations=[CommitOperationAdd(name, content) for name, content in files.items()],
         commit_message=commit_message,
         revision=revision,
-        **kind,
+        repo_type=kind,
     )
     card = Path(folder) / CARD
     if license is not None and card.is_file():

@@ -191,6 +191,7 @@ def translate_text(served: ServedModel, text: str, num_beams: int, n_best: int) 
             f"The text has {len(lines):,} lines and {len(text):,} characters; at most {MOST_LINES:,} lines and "
             f"{MOST_CHARACTERS:,} characters are translated here. Longer ones go through the tab File."
         )
+    check_beams(num_beams)
     if n_best > num_beams:
         raise ValueError(f"{n_best} translations of a line need as many beams, but there are {num_beams}.")
     for number, tokens in too_long(served, lines, 1):
@@ -204,6 +205,12 @@ def translate_text(served: ServedModel, text: str, num_beams: int, n_best: int) 
         ranked = enumerate(hypotheses if source.strip() else [], 1)
         results.append([Translated(number, rank, source, hypothesis) for rank, hypothesis in ranked])
     return results
+
+
+def check_beams(num_beams: int) -> None:
+    """Refuses what the page's slider does not give, and who asks without the page could."""
+    if not 1 <= num_beams <= MOST_BEAMS:
+        raise ValueError(f"There are from 1 to {MOST_BEAMS} beams here, got {num_beams}.")
 
 
 def translated(
@@ -255,6 +262,7 @@ def translate_file(
         ValueError: The file is compressed, has nothing to translate, or has bytes that are not UTF-8 (its name and the
             line are named).
     """
+    check_beams(num_beams)
     name = os.path.basename(path)
     if name.lower().endswith(".gz"):
         raise ValueError(f"{name} is compressed: unpack it first, this page takes plain text.")
@@ -406,17 +414,18 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
             if not path:
                 raise ValueError("There is no file: choose one, of UTF-8 text, one sentence on each line.")
             stem = os.path.splitext(os.path.basename(path))[0]
-            output = os.path.join(tempfile.mkdtemp(prefix="translation_"), f"{stem}.translated.txt")
             started = time.monotonic()
-            total, cut = 0, []
-            for done, total, cut in translate_file(served_by(name), path, output, int(num_beams)):  # noqa: B007
-                progress((done, total), unit="lines")
-                yield None, f"{done:,} of {total:,} lines"
-            seconds = time.monotonic() - started
-            told = f"{total:,} {'line' if total == 1 else 'lines'} in {seconds:.1f} s"
-            if cut:
-                told += f"; cut, being longer than the model takes: {numbered(cut)}"
-            yield output, told
+            total = 0
+            cut: list[int] = []
+            with tempfile.TemporaryDirectory(prefix="translation_") as folder:
+                output = os.path.join(folder, f"{stem}.translated.txt")
+                for done, total, cut in translate_file(served_by(name), path, output, int(num_beams)):  # noqa: B007
+                    progress((done, total), unit="lines")
+                    yield None, f"{done:,} of {total:,} lines"
+                told = f"{total:,} {'line' if total == 1 else 'lines'} in {time.monotonic() - started:.1f} s"
+                if cut:
+                    told += f"; cut, being longer than the model takes: {numbered(cut)}"
+                yield output, told  # of which the page takes a copy
 
     with gr.Blocks(
         title="vanilla-transformer", analytics_enabled=False, delete_cache=(600, SECONDS_FILES_ARE_KEPT)
