@@ -76,7 +76,7 @@ SPACE_CODE = (
     "visualization.py",
 )
 SPACE_REQUIREMENTS = ("torch", "transformers", "safetensors", "datasets", "gradio", "matplotlib")
-SPACE_APP = f'''"""The page of this Space: python app.py"""
+SPACE_APP = f'''"""The page of this Space, for this machine alone where it is started by hand: python app.py"""
 
 import os
 
@@ -85,7 +85,7 @@ from vanilla_transformer.serving import serve
 
 if __name__ == "__main__":
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "{SPACE_MODEL}")
-    serve([folder], names=[NAME], host=os.environ.get("HOST", "0.0.0.0"), port=int(os.environ.get("PORT", "7860")))
+    serve([folder], names=[NAME], host="0.0.0.0" if "SPACE_ID" in os.environ else "127.0.0.1")
 '''
 
 # Fields that make a model another one than the paper's; the rest is its size, and the ids of the vocabulary.
