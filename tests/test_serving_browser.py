@@ -157,9 +157,9 @@ class User:
         return self.one(selector).get_property("value")
 
     def table(self) -> list[list[str]]:
-        rows = self.all("#table tbody tr")
-        cells = [[cell.text.strip() for cell in row.find_elements("css selector", "td")] for row in rows]
-        return [row for row in cells if len(row) >= 6 and row[0]]
+        rows = self.all("#table [role=row]")
+        cells = [[cell.text.strip() for cell in row.find_elements("css selector", "[role=gridcell]")] for row in rows]
+        return [row for row in cells if row]
 
     def attention(self) -> str:
         """What the frame holds."""

@@ -356,7 +356,8 @@ def told_on_the_page(gradio: ModuleType) -> Iterator[None]:
             logger.exception("an error while answering the page")
         message = str(error) if expected else "Something went wrong in the program; its log tells more."
         # The box shows HTML.
-        raise gradio.Error(html.escape(message or type(error).__name__), print_exception=False) from error
+        text = html.escape(message or type(error).__name__)
+        raise gradio.Error(text, duration=60, print_exception=False) from error
 
 
 def translation_page(models: Sequence[ServedModel]) -> Any:
