@@ -69,6 +69,7 @@ def test_every_example_is_short_tells_how_to_call_it_and_is_run_here():
         assert "vanilla_transformer_cli" not in content, name
 
 
+@pytest.mark.slow
 def test_share_lists_the_model_and_the_space(tmp_path, tiny_tokenizer):
     varied_model(tiny_tokenizer).save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
