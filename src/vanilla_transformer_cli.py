@@ -218,10 +218,10 @@ def _add_model_arguments(
         default=tokens_per_batch,
         help=f"bound of rows x {'beams x ' if searches else ''}longest row of a batch, padding counted",
     )
-    _add_opening_arguments(parser)
+    _add_opening_arguments(parser, own_only)
 
 
-def _add_opening_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_opening_arguments(parser: argparse.ArgumentParser, own_only: bool = False) -> None:
     """How a model is opened."""
     parser.add_argument(
         "--device",

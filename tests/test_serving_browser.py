@@ -22,7 +22,6 @@ from vanilla_transformer.translation import translate_lines
 
 webdriver = pytest.importorskip("selenium.webdriver")
 pytest.importorskip("gradio")
-pytest.importorskip("matplotlib")
 from selenium.common.exceptions import WebDriverException  # noqa: E402
 
 

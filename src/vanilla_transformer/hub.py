@@ -5,6 +5,7 @@ and `README.md`, the card made from it. The card's metadata follow the Hub's spe
 `model-index` results with the signature of each score.
 """
 
+import ast
 import dataclasses
 import html
 import json
@@ -63,19 +64,11 @@ PUSHED = (
     "*.png",
 )
 
-# A Space's own: the model's folder in it, the modules that the page is made of, and what they import.
+# A Space's own: the model's folder in it, what its page starts from, and the packages of both.
 SPACE_MODEL = "model"
-SPACE_CODE = (
-    "__init__.py",
-    *CODE,
-    "attention_page.html",
-    "data.py",
-    "quantization.py",
-    "serving.py",
-    "translation.py",
-    "visualization.py",
-)
-SPACE_REQUIREMENTS = ("torch", "transformers", "safetensors", "datasets", "gradio", "matplotlib")
+SPACE_MODULES = ("__init__", "serving")
+SPACE_FILES = ("attention_page.html",)
+SPACE_REQUIREMENTS = ("torch", "transformers", "safetensors", "datasets", "gradio")
 SPACE_APP = f'''"""The page of this Space, for this machine alone where it is started by hand: python app.py"""
 
 import os
@@ -835,13 +828,31 @@ def files_of_space(folder: str | os.PathLike, repo_id: str, *, license: str | No
     package = code.name
     more = ["sentencepiece"] if any(file.endswith(".spm") for file in model_files) else []
     files: dict[str, Path | bytes] = {f"{SPACE_MODEL}/{file}": content for file, content in model_files.items()}
-    files |= {f"{package}/{file}": code / file for file in SPACE_CODE if (code / file).is_file()}
+    files |= {f"{package}/{file}": code / file for file in (*modules_of_page(code), *SPACE_FILES)}
     files |= {
         CARD: text.encode(),
         "app.py": SPACE_APP.replace("NAME", repr(name)).encode(),
         "requirements.txt": "".join(f"{line}\n" for line in space_requirements(more)).encode(),
     }
     return dict(sorted(files.items()))
+
+
+def modules_of_page(code: Path) -> list[str]:
+    """Files of this package that are imported where a Space's page is, by the import statements in them."""
+    open_names, found = list(SPACE_MODULES), set()
+    while open_names:
+        name = open_names.pop()
+        if name in found or not (code / f"{name}.py").is_file():  # a name of __init__, not a module
+            continue
+        found.add(name)
+        for node in ast.parse((code / f"{name}.py").read_text(encoding="utf-8")).body:  # not what functions import
+            if isinstance(node, ast.ImportFrom):
+                package, _, module = (node.module or "").partition(".")
+                if node.level:
+                    open_names.append(package)
+                elif package == code.name:
+                    open_names += [module] if module else [alias.name for alias in node.names]
+    return sorted(f"{name}.py" for name in found)
 
 
 def space_requirements(more: Iterable[str] = ()) -> list[str]:

@@ -4,10 +4,8 @@ The page is made with Gradio (extra `[serve]`), which is imported only when a pa
 told to, fetches nothing from other machines and reports to none. Each model is run by one thread at a time.
 """
 
-import base64
 import contextlib
 import html
-import io
 import json
 import logging
 import os
@@ -23,7 +21,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vanilla_transformer import visualization
 from vanilla_transformer.data import read_lines
 from vanilla_transformer.translation import (
     Hypothesis,
@@ -33,6 +30,7 @@ from vanilla_transformer.translation import (
     token_limit,
     translate_lines,
 )
+from vanilla_transformer.visualization import all_attentions_of, attention_page
 
 
 __all__ = ["ServedModel", "open_page", "open_served_model", "serve", "translation_page"]
@@ -294,24 +292,11 @@ def attention_html(served: ServedModel, source: str, target: str) -> str:
         target: The translation.
 
     Raises:
-        ValueError: See `visualization.cross_attention_of`.
-        ImportError: matplotlib is not installed, where it is needed.
+        ValueError: See `visualization.all_attentions_of` and `attention_page`.
     """
-    all_attentions_of = getattr(visualization, "all_attentions_of", None)
-    if all_attentions_of is not None:
-        with served.lock:
-            attentions = all_attentions_of(served.model, served.tokenizer, source, target)
-        page = visualization.attention_page([attentions], title="Attention")  # type: ignore[attr-defined, unused-ignore]
-    else:
-        with served.lock:
-            weights, rows, columns = visualization.cross_attention_of(served.model, served.tokenizer, source, target)
-        picture = io.BytesIO()
-        visualization.attention_figure(weights, rows, columns).savefig(picture, format="png", dpi=110)
-        encoded = base64.b64encode(picture.getvalue()).decode("ascii")
-        page = (
-            '<!doctype html><html lang="en"><body style="margin:0;background:#fff">'
-            f'<img style="max-width:100%" alt="cross-attention" src="data:image/png;base64,{encoded}"></body></html>'
-        )
+    with served.lock:
+        attentions = all_attentions_of(served.model, served.tokenizer, source, target)
+    page = attention_page([attentions])
     # As an attribute, and without what templates of the page would read.
     escaped = html.escape(page)
     for character in "$`{}\\":
