@@ -663,6 +663,7 @@ def test_a_space_holds_the_page_the_model_and_the_code_of_both(folder):
     files = files_of_space(folder, "user/my-page", license="mit")
     model = {name.removeprefix("model/") for name in files if name.startswith("model/")}
     assert model == set(files_to_push(folder, "user/my-page"))
+    assert 'pipeline("translation", model="model"' in files["model/README.md"].decode(), "a folder of the Space"
     assert {name for name in files if "/" not in name} == {"README.md", "app.py", "requirements.txt"}
     header = metadata(files["README.md"].decode())
     assert (header["sdk"], header["app_file"], header["title"]) == ("gradio", "app.py", "my-page")

@@ -801,7 +801,8 @@ def files_of_space(folder: str | os.PathLike, repo_id: str, *, license: str | No
     Raises:
         FileNotFoundError, ValueError: See `files_to_push`.
     """
-    model_files = files_to_push(folder, repo_id, license=license)
+    validate_repo_id(repo_id)
+    model_files = files_to_push(folder, SPACE_MODEL, license=license)  # by that name its card opens it in the Space
     card: Any = ModelCard(content_of(model_files[CARD]).decode("utf-8"), ignore_metadata_errors=True)
     name = repo_id.rpartition("/")[2]
     run = TrainingRun.load(Path(folder))
