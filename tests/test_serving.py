@@ -132,7 +132,7 @@ def test_attention_of_hostile_text_is_one_frame_that_reaches_nothing(served):
     ((tag, attributes),) = Tags(shown).found
     assert tag == "iframe"
     assert attributes["sandbox"] == "allow-scripts"
-    assert not set(attributes) - {"title", "sandbox", "style", "srcdoc"}
+    assert not set(attributes) - {"title", "loading", "sandbox", "style", "srcdoc"}
     assert not set("$`{}\\") & set(shown), "the page's templates would read them"
     inside = Tags(attributes["srcdoc"]).found
     assert {"html", "canvas"} <= set(dict(inside))

@@ -164,6 +164,14 @@ class User:
         """What the frame holds."""
         return self.one("#attention iframe").get_attribute("srcdoc")
 
+    def lines_of_attention(self) -> list[float]:
+        """Widths of the lines between tokens in the frame."""
+        self.browser.switch_to.frame(self.one("#attention iframe"))
+        try:
+            return [float(each.get_attribute("x2")) for each in self.all("#lines line")]
+        finally:
+            self.browser.switch_to.default_content()
+
     def error(self) -> str:
         """The text of the message that is shown, which is then closed."""
         text = wait_for(lambda: [each.text for each in self.all(".toast-body") if each.text.strip()], "a message")[-1]
@@ -217,6 +225,8 @@ def test_text_in_translations_scores_and_attention_out_and_nothing_asked_of_othe
     ]
     options[2].click()
     wait_for(lambda: user.attention() != attention, "the attention of another line")
+    wait_for(user.lines_of_attention, "lines between its tokens")
+    assert min(user.lines_of_attention()) > 50
     user.picture("attention")
     asked = user.hosts()
     assert any(url.startswith(address) for url in asked)

@@ -302,8 +302,9 @@ def attention_html(served: ServedModel, source: str, target: str) -> str:
     for character in "$`{}\\":
         escaped = escaped.replace(character, f"&#{ord(character)};")
     return (
-        f'<iframe title="attention" sandbox="allow-scripts" style="width:100%;height:{ATTENTION_PIXELS}px;border:0" '
-        f'srcdoc="{escaped}"></iframe>'
+        # Lazy, so that it is made where it has its size already, which it draws by.
+        '<iframe title="attention" loading="lazy" sandbox="allow-scripts" '
+        f'style="width:100%;height:{ATTENTION_PIXELS}px;border:0" srcdoc="{escaped}"></iframe>'
     )
 
 
