@@ -30,6 +30,7 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, Value, load_dataset, load_from_disk
 from datasets import Sequence as ListOf
+from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from datasets.fingerprint import Hasher
 from torch.utils.data import Sampler
@@ -394,6 +395,9 @@ def _open_dataset(
     is_expression = split is not None and any(sign in split for sign in "[+")
     if streaming and is_expression:
         raise ValueError(f"a stream can only be that of a whole split, got split={split!r} of dataset {name!r}")
+    if getattr(datasets_config, "HF_DATASETS_TRUST_REMOTE_CODE", False) is None:
+        # Older versions would ask at the terminal whether a dataset's own script may run.
+        datasets_config.HF_DATASETS_TRUST_REMOTE_CODE = False
     try:
         # For a plain name the dictionary of all splits: a missing one is then reported with the names of the others.
         opened = load_dataset(
