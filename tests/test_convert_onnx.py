@@ -429,6 +429,22 @@ def test_the_folder_is_enough_for_itself(ox, theirs, tiny_tokenizer):
     ]
 
 
+@pytest.mark.parametrize(
+    "options, text, told",
+    [
+        ([], b"a\na \xff\n", "standard input, line 2: expected UTF-8"),
+        (["--num_beams", "0"], b"a\n", "--num_beams: must be a whole number above 0, got '0'"),
+    ],
+)
+def test_the_file_without_the_package_tells_a_mistake_in_one_line(theirs, options, text, told):
+    command = [sys.executable, str(Path(theirs) / "onnx_search.py"), *options]
+    done = subprocess.run(command, input=text, capture_output=True, check=False)
+    error = done.stderr.decode().splitlines()
+    assert done.returncode == 2
+    assert told in error[-1]
+    assert not any("Traceback" in line for line in error)
+
+
 @pytest.mark.parametrize("to", ["onnx", "ctranslate2", "marian"])
 def test_every_format_refuses_alike(to, ours, theirs, tiny_tokenizer, tmp_path, capsys):
     """A folder that is not empty, a model of another family, a precision that there is not: one line, nothing left."""

@@ -437,15 +437,37 @@ def main() -> None:
     """Translates standard input, line by line, with the model in the folder of this file."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--folder", default=os.path.dirname(os.path.abspath(__file__)), help="another model")
-    parser.add_argument("--num_beams", type=int, help="default: the model's own")
+    parser.add_argument("--num_beams", type=at_least_one, help="default: the model's own")
     parser.add_argument("--length_penalty", type=float, help="default: the model's own")
-    parser.add_argument("--max_new_tokens", type=int, help="default: the model's own")
+    parser.add_argument("--max_new_tokens", type=at_least_one, help="default: the model's own")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
-    lines = (line.rstrip("\n").removesuffix("\r") for line in sys.stdin)
-    for text in OnnxModel(given.pop("folder")).translate(lines, **given):
-        sys.stdout.write(f"{text}\n")
+    sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
+    try:
+        for text in OnnxModel(given.pop("folder")).translate(lines_of(sys.stdin.buffer), **given):
+            sys.stdout.write(f"{text}\n")
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def at_least_one(text: str) -> int:
+    """A whole number above 0, from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def lines_of(file: Iterable[bytes]) -> Iterator[str]:
+    """Lines of UTF-8 text; a byte order mark before them, and a carriage return at their ends, are dropped.
+
+    Raises:
+        ValueError: A line is not UTF-8.
+    """
+    for number, line in enumerate(file, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input, line {number}: expected UTF-8 ({error.reason})") from None
+        yield text.rstrip("\n").removesuffix("\r")
 
 
 if __name__ == "__main__":
