@@ -3,6 +3,7 @@
 `translate_lines`, the pipeline and `evaluate` need no more of a model than `EngineTranslator` has.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
@@ -49,7 +50,7 @@ class EngineOutput(ModelOutput):
     beam_indices: torch.Tensor | None = None
 
 
-class EngineTranslator:
+class EngineTranslator(ABC):
     """A model in another engine with the `generate()` of transformers, for `translate_lines` and the pipeline.
 
     Attributes:
@@ -76,6 +77,7 @@ class EngineTranslator:
         self.generation_config = generation_config
         self.max_positions = max_positions
 
+    @abstractmethod
     def search(
         self, sources: list[list[int]], limits: list[int], settings: "Settings"
     ) -> list[list[tuple[list[int], float]]]:
@@ -86,11 +88,10 @@ class EngineTranslator:
             limits: Most tokens of a translation, for each source.
             settings: Of the call.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
         """The log-probability of each token of each target, by forced decoding."""
-        raise NotImplementedError
 
     def eval(self) -> "EngineTranslator":
         """Nothing to do: there is no dropout here."""
