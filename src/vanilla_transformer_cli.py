@@ -234,7 +234,7 @@ def _add_opening_arguments(parser: argparse.ArgumentParser, own_only: bool = Fal
             "--dtype",
             choices=("float32", "bfloat16", "float16", "int8"),
             default="float32",
-            help="precision; int8 (on a CPU) is the quickest and least exact",
+            help="precision; int8 (on a CPU) quantises the matrices as the model is opened",
         )
     parser.add_argument(
         "--revision", metavar="R", default=argparse.SUPPRESS, help="branch, tag or commit on the Hub (default: main)"
