@@ -77,8 +77,8 @@ def test_python_blocks_run(index, folder_with_demo):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(len(TRAINING_BLOCKS)))
-def test_shell_blocks_run(index, folder_with_demo):
+def test_shell_blocks_run_one_after_another(folder_with_demo):
+    """What one block makes, the next ones use: they run as a reader runs them, in their order, in one folder."""
     for name, lines in {"train": 60, "val": 12, "test": 8}.items():
         numbers = range(lines)
         (folder_with_demo / f"{name}.en").write_text("".join(f"A man has {n} red hats.\n" for n in numbers))
@@ -88,18 +88,18 @@ def test_shell_blocks_run(index, folder_with_demo):
     command = bin_folder / "vanilla-transformer"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m vanilla_transformer_cli "$@"\n')
     command.chmod(0o755)
-    block = TRAINING_BLOCKS[index]
-    for long, short in SHORTER.items():
-        block = block.replace(long, short)
-    done = subprocess.run(
-        ["bash", "-ec", block],
-        cwd=folder_with_demo,
-        env=environment(PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    for block in TRAINING_BLOCKS:
+        for long, short in SHORTER.items():
+            block = block.replace(long, short)
+        done = subprocess.run(
+            ["bash", "-ec", block],
+            cwd=folder_with_demo,
+            env=environment(PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}"),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
 
 
 def test_every_name_in_the_index_exists():
