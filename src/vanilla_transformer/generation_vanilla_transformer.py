@@ -244,7 +244,10 @@ class BeamDecoder:
         self.visible = torch.zeros((encoder_states.shape[0], 1, 0), dtype=torch.bool, device=encoder_states.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits after one more token of each hypothesis: `(batch, n)` to `(batch, n, vocab_size)`."""
+        """Logits after one more token of each hypothesis: `(batch, n)` to `(batch, n, vocab_size)`.
+
+        They are the caller's to change, and count until the next step.
+        """
         own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(tokens.shape[0], -1, -1)
         past = self.visible if self.steps else self.visible.expand(-1, tokens.shape[1], -1)
         self.visible = torch.cat([past, own], dim=-1)
@@ -298,11 +301,12 @@ class FastBeamDecoder(BeamDecoder):
         }
         self.norm_first = config.norm_first
         weight = self.decoder.embed_tokens.weight
-        self.dtype = weight.dtype
+        self.dtype, self.device = weight.dtype, weight.device
         if torch.is_autocast_enabled(weight.device.type):
             self.dtype = torch.get_autocast_dtype(weight.device.type)
         self.positions = weight.new_zeros(0, config.d_model)
         self.head = self.matrix(model.lm_head)
+        self.room: dict[torch.dtype, torch.Tensor] = {}  # for the logits of a step
         self.attend_to: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the encoder's output
         self.matrices: list[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = []
         missing = max(0, MIN_KEYS_FOR_SOFTMAX - source_mask.shape[1])
@@ -434,7 +438,29 @@ class FastBeamDecoder(BeamDecoder):
             x = add_and_norm(x, self_attention, layer.self_attention_norm)
             x = add_and_norm(x, cross_attention, layer.cross_attention_norm)
             x = add_and_norm(x, feed_forward, layer.feed_forward_norm)
-        return self.head(decoder.norm(x))
+        return self.in_words(decoder.norm(x))
+
+    def in_words(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of the decoder's output, float32 at least, in memory that the next step writes over.
+
+        With new memory for each step most of them would be out of the processor's cache when they are needed.
+        """
+        if isinstance(self.head, functools.partial):
+            weight, bias = self.head.keywords["weight"], self.head.keywords["bias"]
+            logits = self.room_for(*states.shape[:-1], weight.shape[0], dtype=weight.dtype)
+            torch.mm(states.flatten(0, -2).to(weight.dtype), weight.t(), out=logits.flatten(0, -2))
+            logits = logits if bias is None else logits.add_(bias)
+        else:
+            logits = self.head(states)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return logits if logits.dtype == exact else self.room_for(*logits.shape, dtype=exact).copy_(logits)
+
+    def room_for(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the memory that is kept for tensors of its type."""
+        size = math.prod(shape)
+        if dtype not in self.room or self.room[dtype].numel() < size:
+            self.room[dtype] = torch.empty(size, dtype=dtype, device=self.device)
+        return self.room[dtype][:size].view(shape)
 
     def forget(self, new: int) -> None:
         """Drops what no hypothesis descends from, where that is much; the last `new` positions are still to come."""
@@ -486,10 +512,11 @@ def largest_sums(
     if x.device.type != "cpu" or n * blocks <= 4 * k:
         values, index = (x + added[:, :, None]).flatten(1).topk(k)
         return values, index // length, index % length
-    whole = x[:, :, : blocks * block].view(rows, n, blocks, block)
-    best = (whole.amax(dim=-1) + added[:, :, None]).flatten(1).topk(k).indices
-    candidates = take(whole.flatten(1, 2), best) + added.gather(1, best // blocks)[:, :, None]
+    largest = x[:, :, : blocks * block].view(rows, n, blocks, block).amax(dim=-1)
+    best = (largest + added[:, :, None]).flatten(1).topk(k).indices
     places = ((best // blocks) * length + (best % blocks) * block)[:, :, None] + torch.arange(block)
+    candidates = x.flatten(1).gather(1, places.flatten(1)).view_as(places)
+    candidates = candidates + added.gather(1, best // blocks)[:, :, None]
     candidates, places = candidates.flatten(1), places.flatten(1)
     if blocks * block < length:
         rest = (x[:, :, blocks * block :] + added[:, :, None]).flatten(1)
