@@ -13,8 +13,8 @@ Table 3 has the final models: give --save_strategy no --eval_strategy no for tha
 
 import argparse
 import contextlib
+import functools
 import json
-import logging
 import os
 import shutil
 import sys
@@ -23,13 +23,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from vanilla_transformer_cli import (
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    TRACEBACK_VARIABLE,
     OneLineParser,
-    one_line,
+    exit_code_of,
     output_folder,
-    users_mistake,
     while_read,
     whole_number,
 )
@@ -419,24 +415,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the script; returns the exit code: 0, 2 for a user's mistake, 130 after Ctrl-C."""
     parser = arguments_parser()
     options, flags = parser.parse_known_args(argv)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{parser.prog}: %(levelname)s: %(message)s"))
-    package_logger = logging.getLogger("vanilla_transformer")
-    package_logger.addHandler(handler)
-    try:
-        run(options, flags)
-        return 0
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted; the same command goes on from here", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        message = users_mistake(error)
-        if message is None or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
-            raise
-        print(f"{parser.prog}: error: {one_line(message)}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    finally:
-        package_logger.removeHandler(handler)
+    again = "interrupted; the same command goes on from here"
+    return exit_code_of(parser.prog, functools.partial(run, options, flags), interrupted=again)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ curve.png.
 
 import argparse
 import contextlib
+import functools
 import json
-import logging
 import os
 import random
 import sys
@@ -22,15 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from vanilla_transformer_cli import (
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    TRACEBACK_VARIABLE,
     OneLineParser,
+    exit_code_of,
     input_file,
     model_name,
-    one_line,
     output_folder,
-    users_mistake,
     while_read,
     whole_number,
 )
@@ -156,37 +152,24 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes and draws; returns the exit code."""
-    parser = arguments_parser()
-    options = parser.parse_args(argv)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{parser.prog}: %(levelname)s: %(message)s"))
-    package_logger = logging.getLogger("vanilla_transformer")
-    package_logger.addHandler(handler)
-    try:
-        from transformers.utils import logging as transformers_logging
+def run(options: argparse.Namespace) -> None:
+    """Measures, writes and draws."""
+    from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(options.output_dir)
-        folder = Path(options.output_dir)
-        results = measure(options)
-        (folder / "curve.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        draw(results, folder / "curve.png")
-        print(f"saved to {folder}")
-        return 0
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        message = users_mistake(error)
-        if message is None or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
-            raise
-        print(f"{parser.prog}: error: {one_line(message)}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    finally:
-        package_logger.removeHandler(handler)
+    transformers_logging.disable_progress_bar()
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(options.output_dir)
+    folder = Path(options.output_dir)
+    results = measure(options)
+    (folder / "curve.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    draw(results, folder / "curve.png")
+    print(f"saved to {folder}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script; returns the exit code: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    parser = arguments_parser()
+    return exit_code_of(parser.prog, functools.partial(run, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ of it, and comes from `python scripts/walkthrough.py --output docs/walkthrough.m
 """
 
 import argparse
+import functools
 import itertools
 import re
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vanilla_transformer_cli import OneLineParser, model_name, one_line, output_file, users_mistake
+from vanilla_transformer_cli import OneLineParser, exit_code_of, model_name, output_file, while_read
 
 
 TEXT = "three blue hats"
@@ -349,22 +350,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--text", metavar="TEXT", default=TEXT, help="the sentence")
     parser.add_argument("--output", required=True, type=output_file, metavar="F", help="- is standard output")
-    given = vars(parser.parse_args(argv))
-    try:
-        from vanilla_transformer.translation import load_translator, open_output
+    return exit_code_of(parser.prog, functools.partial(run, vars(parser.parse_args(argv))))
 
-        model, tokenizer = load_translator(given["model"], device="cpu") if "model" in given else small_translator()
-        written = page(model, tokenizer, given["text"], COMMAND)
-        with open_output(given["output"]) as file:
-            file.write(written)
-    except Exception as error:
-        message = users_mistake(error)
-        if message is None:
-            raise
-        print(f"walkthrough.py: error: {one_line(message)}", file=sys.stderr)
-        return 2
-    return 0
+
+def run(given: dict[str, Any]) -> None:
+    """Writes the page."""
+    from vanilla_transformer.translation import load_translator, open_output
+
+    model, tokenizer = load_translator(given["model"], device="cpu") if "model" in given else small_translator()
+    written = page(model, tokenizer, given["text"], COMMAND)
+    with open_output(given["output"]) as file:
+        file.write(written)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))

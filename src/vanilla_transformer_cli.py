@@ -879,24 +879,42 @@ def run(verb: str, argv: list[str]) -> int:
         PARSERS[verb]().parse_args(argv)  # before the slow import, and again in the verb itself
     os.environ.setdefault(*KERNEL_CACHE)
     threading.excepthook = one_line_of_a_thread
+    client_logger, fewer_retries = logging.getLogger("huggingface_hub.utils._http"), FewerRetries()
+    # A trainer waits for other processes where no handler runs; its half-written checkpoints are told apart anyway.
+    cleaning_up = contextlib.nullcontext() if verb == "train" else raising_when_terminated()
+
+    def work() -> int | None:
+        with cleaning_up:
+            return importlib.import_module(f"vanilla_transformer.commands.{verb}").main(argv)
+
+    client_logger.addFilter(fewer_retries)
+    try:
+        return exit_code_of(prog, work)
+    finally:
+        client_logger.removeFilter(fewer_retries)
+
+
+def exit_code_of(prog: str, work: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
+    """Does the work, shows the package's warnings, and turns errors into one line and an exit code.
+
+    Args:
+        prog: The name that lines on standard error begin with.
+        work: Returns an exit code, None for 0.
+        interrupted: What Ctrl-C is answered with.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"{prog}: %(levelname)s: %(message)s"))
     package_logger = logging.getLogger("vanilla_transformer")
     package_logger.addHandler(handler)
-    client_logger, fewer_retries = logging.getLogger("huggingface_hub.utils._http"), FewerRetries()
-    client_logger.addFilter(fewer_retries)
-    # A trainer waits for other processes where no handler runs; its half-written checkpoints are told apart anyway.
-    cleaning_up = contextlib.nullcontext() if verb == "train" else raising_when_terminated()
     try:
-        with cleaning_up:
-            code = importlib.import_module(f"vanilla_transformer.commands.{verb}").main(argv)
+        code = work()
         if sys.stdout is not None:
             sys.stdout.flush()
         return int(code or 0)
     except BrokenPipeError:
         return leave_quietly()
     except KeyboardInterrupt:
-        print(f"\n{prog}: interrupted", file=sys.stderr)
+        print(f"\n{prog}: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Terminated as end:
         with contextlib.suppress(OSError):  # the terminal may be gone
@@ -910,7 +928,6 @@ def run(verb: str, argv: list[str]) -> int:
         return EXIT_USER_ERROR
     finally:
         package_logger.removeHandler(handler)
-        client_logger.removeFilter(fewer_retries)
 
 
 def one_line_of_a_thread(args: Any) -> None:

@@ -235,7 +235,7 @@ def test_files_are_converted_once_and_mapped_into_memory(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(data, "_iterate_pairs", refuse)
+    monkeypatch.setattr(data, "iterate_pairs", refuse)
     again = load_pairs(source_files=str(source), target_files=[target])
     assert again.cache_files == first.cache_files
     assert again._fingerprint == first._fingerprint
@@ -502,7 +502,7 @@ def test_encoding_is_done_once(corpus, tiny_tokenizer, tmp_path, monkeypatch):
     assert data._tokenizer_identity(tiny_tokenizer) == identity
     tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
     reloaded = type(tiny_tokenizer).from_pretrained(tmp_path / "tokenizer")
-    monkeypatch.setattr(data, "_encode_batch", refuse)
+    monkeypatch.setattr(data, "encode_batch", refuse)
     for tokenizer in (tiny_tokenizer, reloaded):
         again, again_counts = tokenize_pairs(pairs, tokenizer)
         assert again.to_list() == first.to_list()

@@ -104,8 +104,8 @@ def test_the_cache_lies_where_it_is_told_and_is_used_again(tmp_path, corpora, mo
     settings = [*SMALL, *QUICK, "--max_steps", "1", "--save_strategy", "no", "--cache_dir", tmp_path / "cache"]
     assert train(*corpora, *settings, "--output_dir", tmp_path / "one") == 0
     assert {path.name.partition("-")[0] for path in (tmp_path / "cache").iterdir()} == {"pairs", "tokens"}
-    real, batches = data._encode_batch, []
-    monkeypatch.setattr(data, "_encode_batch", lambda *args, **kwargs: (batches.append(1), real(*args, **kwargs))[1])
+    real, batches = data.encode_batch, []
+    monkeypatch.setattr(data, "encode_batch", lambda *args, **kwargs: (batches.append(1), real(*args, **kwargs))[1])
     settings += ["--tokenizer", str(tmp_path / "one")]
     del settings[settings.index("--vocab_size") : settings.index("--vocab_size") + 2]
     assert train(*corpora, *settings, "--output_dir", tmp_path / "two") == 0

@@ -65,8 +65,8 @@ def test_an_encoding_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, tiny_t
         done.append(batch)
         return real(batch, tokenizer)
 
-    real = data._encode_batch
-    monkeypatch.setattr(data, "_encode_batch", stop)
+    real = data.encode_batch
+    monkeypatch.setattr(data, "encode_batch", stop)
     with pytest.raises(KeyboardInterrupt):
         encode(files, tiny_tokenizer, tmp_path / "stopped")
     folders = list((tmp_path / "stopped").glob("tokens-*/"))
@@ -76,7 +76,7 @@ def test_an_encoding_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, tiny_t
         (folder / "part-00007.arrow.1.tmp").write_bytes(b"what a killed process left")
     again = []
     monkeypatch.setattr(
-        data, "_encode_batch", lambda batch, tokenizer: (again.append(batch), real(batch, tokenizer))[1]
+        data, "encode_batch", lambda batch, tokenizer: (again.append(batch), real(batch, tokenizer))[1]
     )
     assert encode(files, tiny_tokenizer, tmp_path / "stopped").to_list() == by_hand(tiny_tokenizer)
     assert len(again) == 8 - finished
@@ -125,17 +125,17 @@ def test_another_text_or_tokenizer_never_takes_the_cache(tmp_path, tiny_tokenize
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, monkeypatch):
     files = write_corpus(tmp_path / "text")
-    real = data._iterate_pairs
+    real = data.iterate_pairs
 
     def growing(paths):
         with open(files["source_files"], "a") as file:
             file.write("one more\n")
         yield from islice(real(paths), len(LINES))
 
-    monkeypatch.setattr(data, "_iterate_pairs", growing)
+    monkeypatch.setattr(data, "iterate_pairs", growing)
     with pytest.raises(ValueError, match="source changed while it was read"):
         load_pairs(**files, cache_dir=tmp_path)
-    monkeypatch.setattr(data, "_iterate_pairs", real)
+    monkeypatch.setattr(data, "iterate_pairs", real)
     write_corpus(tmp_path / "text")
     assert load_pairs(**files, cache_dir=tmp_path)["source"][:] == [source for source, _ in LINES]
 
@@ -157,7 +157,7 @@ def test_one_makes_the_table_and_the_other_waits_for_it(tmp_path, tiny_tokenizer
     files = write_corpus(tmp_path / "text")
     pairs = load_pairs(**files, cache_dir=tmp_path)
     begun, may_end, batches, results = threading.Event(), threading.Event(), [], []
-    real = data._encode_batch
+    real = data.encode_batch
 
     def slowly(batch, tokenizer):
         batches.append(batch)
@@ -165,7 +165,7 @@ def test_one_makes_the_table_and_the_other_waits_for_it(tmp_path, tiny_tokenizer
         may_end.wait(10)
         return real(batch, tokenizer)
 
-    monkeypatch.setattr(data, "_encode_batch", slowly)
+    monkeypatch.setattr(data, "encode_batch", slowly)
 
     def work():
         results.append(tokenize_pairs(pairs, tiny_tokenizer, cache_dir=tmp_path)[0].to_list())

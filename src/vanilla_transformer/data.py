@@ -151,13 +151,13 @@ def read_parallel(
     """
     source_lines: list[str] = []
     target_lines: list[str] = []
-    for source_line, target_line in _iterate_pairs(_paired_files(source, target)):
+    for source_line, target_line in iterate_pairs(paired_files(source, target)):
         source_lines.append(source_line)
         target_lines.append(target_line)
     return source_lines, target_lines
 
 
-def _iterate_pairs(files: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def iterate_pairs(files: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yields the pairs of lines of all the pairs of files, and raises where the files do not fit each other."""
     total = 0
     for source, target in files:
@@ -178,7 +178,7 @@ def _iterate_pairs(files: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]
         raise ValueError(f"expected at least one line of text, but all of these are empty: {names}")
 
 
-def _paired_files(
+def paired_files(
     source: PathLike | Sequence[PathLike], target: PathLike | Sequence[PathLike]
 ) -> list[tuple[str, str]]:
     sources, targets = _as_paths(source), _as_paths(target)
@@ -266,7 +266,7 @@ def load_pairs(
     if dataset is not None:
         if source_files is not None or target_files is not None:
             raise ValueError("expected either dataset or source_files and target_files, got both")
-        opened = _open_dataset(
+        opened = open_dataset(
             dataset, dataset_config, split, source_lang, target_lang, cache_dir=cache_dir, overwrite=overwrite_cache
         )
         pairs = _text_columns(opened, str(os.fspath(dataset)), source_lang, target_lang)
@@ -283,7 +283,7 @@ def load_pairs(
             f"split and dataset_config belong to dataset, but text files were given with split={split!r} and "
             f"dataset_config={dataset_config!r}; leave them out"
         )
-    return _load_files(_paired_files(source_files, target_files), cache_dir, overwrite_cache)
+    return _load_files(paired_files(source_files, target_files), cache_dir, overwrite_cache)
 
 
 _TEXT_SCHEMA = pa.schema([(side, pa.string()) for side in _SOURCE_AND_TARGET])
@@ -291,7 +291,7 @@ _TEXT_SCHEMA = pa.schema([(side, pa.string()) for side in _SOURCE_AND_TARGET])
 
 def _load_files(files: list[tuple[str, str]], cache_dir: PathLike | None, overwrite: bool) -> Dataset:
     paths = [*chain.from_iterable(files)]
-    _require_regular_files(paths)
+    require_regular_files(paths)
     before = [_state_of(path) for path in paths]
     content = []
     for path in paths:
@@ -302,7 +302,7 @@ def _load_files(files: list[tuple[str, str]], cache_dir: PathLike | None, overwr
     with making(folder, overwrite):
         table = open_table(folder, fingerprint)
         if table is None:
-            make_from_rows(folder, _text_batches(_iterate_pairs(files)), _TEXT_SCHEMA)
+            make_from_rows(folder, _text_batches(iterate_pairs(files)), _TEXT_SCHEMA)
             if changed := [path for path, state in zip(paths, before, strict=True) if _state_of(path) != state]:
                 (folder / WHOLE).unlink()  # what was read may not be what was hashed
                 raise ValueError(f"{changed[0]} changed while it was read; start again when it is complete")
@@ -312,7 +312,7 @@ def _load_files(files: list[tuple[str, str]], cache_dir: PathLike | None, overwr
     return table
 
 
-def _require_regular_files(paths: Sequence[str]) -> None:
+def require_regular_files(paths: Sequence[str]) -> None:
     for path in paths:
         if path == "-" or not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError(
@@ -346,7 +346,7 @@ def _root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _open_dataset(
+def open_dataset(
     dataset: PathLike,
     config: str | None,
     split: str | None,
@@ -537,18 +537,18 @@ def tokenize_pairs(
     """
     corpus = description or "parallel corpus"
     limits = (
-        _token_limit("max_source_tokens", max_source_tokens, tokenizer),
-        _token_limit("max_target_tokens", max_target_tokens, tokenizer),
+        token_limit("max_source_tokens", max_source_tokens, tokenizer),
+        token_limit("max_target_tokens", max_target_tokens, tokenizer),
     )
     if not set(_SOURCE_AND_TARGET) <= set(pairs.column_names):
         raise ValueError(f"expected the text columns 'source' and 'target', got {pairs.column_names}; see load_pairs")
     if len(pairs) == 0:
         raise ValueError(f"{corpus}: expected at least one pair of sentences, got none")
-    blank_lengths = _require_eos(tokenizer)
+    blank_lengths = require_eos(tokenizer)
 
     pairs = pairs.select_columns(list(_SOURCE_AND_TARGET))
     fingerprint = Hasher.hash((_CACHE_VERSION, "tokenize", pairs._fingerprint, _tokenizer_identity(tokenizer)))
-    encode = functools.partial(_encode_batch, tokenizer=tokenizer)
+    encode = functools.partial(encode_batch, tokenizer=tokenizer)
     if pairs.cache_files:
         folder = cache_folder(cache_dir) / f"tokens-{fingerprint}"
         encoded = _encoded_on_disk(folder, fingerprint, pairs, encode, overwrite_cache, num_proc, f"Encoding {corpus}")
@@ -622,9 +622,7 @@ def _encoded_on_disk(
     return table
 
 
-def _encode_batch(
-    batch: dict[str, list[str | None]], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, list[list[int]]]:
+def encode_batch(batch: dict[str, list[str | None]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
     sources, targets = ([_visible(text) for text in batch[column]] for column in _SOURCE_AND_TARGET)
     return {"input_ids": _encode(tokenizer, text=sources), "labels": _encode(tokenizer, text_target=targets)}
 
@@ -664,14 +662,14 @@ def _warn_truncated(corpus: str, lengths: tuple[np.ndarray, np.ndarray], limits:
                 )
 
 
-def _token_limit(name: str, value: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
+def token_limit(name: str, value: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
     limit = tokenizer.model_max_length if value is None else value
     if limit < 2:
         raise ValueError(f"{name} must be at least 2 (one token and EOS), got {limit}")
     return int(limit)
 
 
-def _require_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def require_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Checks that both sides end in EOS; returns the numbers of tokens of an empty source and an empty target."""
     eos_token_id = tokenizer.eos_token_id
     samples = [*_encode(tokenizer, text=["", "a"]), *_encode(tokenizer, text_target=["", "a"])]

@@ -19,13 +19,13 @@ from vanilla_transformer.data import (
     PairCounts,
     PathLike,
     TokenBatchSampler,
-    _encode_batch,
-    _iterate_pairs,
-    _open_dataset,
-    _paired_files,
-    _require_eos,
-    _require_regular_files,
-    _token_limit,
+    encode_batch,
+    iterate_pairs,
+    open_dataset,
+    paired_files,
+    require_eos,
+    require_regular_files,
+    token_limit,
 )
 from vanilla_transformer.mixing import check_weights, in_turn
 
@@ -81,15 +81,15 @@ def stream_pairs(
     if dataset is not None:
         if source_files is not None or target_files is not None:
             raise ValueError("expected either dataset or source_files and target_files, got both")
-        opened = _open_dataset(dataset, dataset_config, split, source_lang, target_lang, streaming=True)
+        opened = open_dataset(dataset, dataset_config, split, source_lang, target_lang, streaming=True)
         sides = (source_lang or "source", target_lang or "target")
         pairs_of = _pairs_of_rows(next(iter(opened), None), str(dataset), sides)
         return PairStream(str(dataset), lambda: map(pairs_of, opened))
     if source_files is None or target_files is None:
         raise ValueError("expected dataset, or both source_files and target_files")
-    files = _paired_files(source_files, target_files)
-    _require_regular_files([path for pair in files for path in pair])
-    return PairStream(", ".join(source for source, _ in files), lambda: _iterate_pairs(files))
+    files = paired_files(source_files, target_files)
+    require_regular_files([path for pair in files for path in pair])
+    return PairStream(", ".join(source for source, _ in files), lambda: iterate_pairs(files))
 
 
 def _pairs_of_rows(first: Any, name: str, sides: tuple[str, str]) -> Callable[[Mapping[str, Any]], Pair]:
@@ -173,10 +173,10 @@ class TokenStream:
             raise ValueError(f"buffer_size must be at least 1, got {self.buffer_size}")
         check_weights(self.weights or [1.0], len(self.corpora))
         self.limits = (
-            _token_limit("max_source_tokens", self.max_source_tokens, self.tokenizer),
-            _token_limit("max_target_tokens", self.max_target_tokens, self.tokenizer),
+            token_limit("max_source_tokens", self.max_source_tokens, self.tokenizer),
+            token_limit("max_target_tokens", self.max_target_tokens, self.tokenizer),
         )
-        self.blank_lengths = _require_eos(self.tokenizer)
+        self.blank_lengths = require_eos(self.tokenizer)
         self.counts = [PairCounts(0, 0, 0, 0, 0) for _ in self.corpora]  # of this process, since the last `iter()`
 
     def rows(self, corpus: int, limits: tuple[int, int], process: int, processes: int) -> Iterator[dict | None]:
@@ -211,7 +211,7 @@ class TokenStream:
 
     def _encoded(self, pairs: list[Pair], corpus: int, limits: tuple[int, int]) -> Iterator[dict]:
         sources, targets = zip(*pairs, strict=True)
-        ids = _encode_batch({"source": list(sources), "target": list(targets)}, self.tokenizer)
+        ids = encode_batch({"source": list(sources), "target": list(targets)}, self.tokenizer)
         lengths = [np.fromiter(map(len, ids[side]), dtype=np.int64) for side in ("input_ids", "labels")]
         blank = (lengths[0] <= self.blank_lengths[0]) | (lengths[1] <= self.blank_lengths[1])
         too_long = ((lengths[0] > limits[0]) | (lengths[1] > limits[1])) & ~blank

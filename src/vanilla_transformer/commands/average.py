@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
     average_checkpoints(checkpoints, arguments.output_dir)
     tell_of_average(arguments.output_dir, checkpoints)
     named = "\n".join(f"  {checkpoint}" for checkpoint in checkpoints)
-    print(f"averaged {len(checkpoints)} checkpoints:\n{named}\nsaved to {arguments.output_dir}")
+    plural = "" if len(checkpoints) == 1 else "s"
+    print(f"averaged {len(checkpoints)} checkpoint{plural}:\n{named}\nsaved to {arguments.output_dir}")
     return 0
 
 
