@@ -156,9 +156,10 @@ def last_checkpoints(run_dir: PathLike, last: int = 5, *, interval_minutes: floa
         names = f" ({', '.join(path.name for path in chosen)})" if chosen else ""
         plural = "" if len(chosen) == 1 else "s"
         raise ValueError(
-            f"{run_dir} holds {len(chosen)} whole checkpoint{plural}{apart}{names}, but {last} are to be averaged; ask for "
-            f"fewer (--last), or train with --save_total_limit {last} and save more often (--save_strategy steps "
-            "--save_steps N); the last and the best one are all that train keeps unless told otherwise."
+            f"{run_dir} holds {len(chosen)} whole checkpoint{plural}{apart}{names}, but {last} are to be averaged; "
+            f"ask for fewer (--last), or train with --save_total_limit {last} and save more often "
+            "(--save_strategy steps --save_steps N); the last and the best one are all that train keeps unless told "
+            "otherwise."
         )
     if interval_minutes is None:
         _warn_of_gap(chosen)
