@@ -908,7 +908,8 @@ def test_our_search_finds_what_the_stock_one_finds(searches, settings):
     ends_early = 0
     for seed in range(5):
         vocab_size = (23, 40, 1100)[seed % 3]
-        model = small_model(seed=seed, vocab_size=vocab_size, std=(0.3, 0.5, 0.8)[seed % 3]).double()
+        learned = {"position_embedding": "learned", "max_position_embeddings": 62} if seed == 4 else {}
+        model = small_model(seed=seed, vocab_size=vocab_size, std=(0.3, 0.5, 0.8)[seed % 3], **learned).double()
         rows = [[*words(1 + (seed * i) % 8, vocab_size=vocab_size, seed=10 * seed + i).tolist(), 2] for i in range(4)]
         ids, mask = padded(rows, side="left" if seed % 2 else "right")
         searches.stock = False
@@ -965,6 +966,16 @@ def test_what_our_search_does_not_know_is_left_to_the_stock_one(searches, settin
     assert searches.own == 0
 
 
+def test_a_limit_beyond_the_learned_positions_is_left_to_the_stock_search(searches):
+    """Hypotheses may end before they get there."""
+    model = small_model(position_embedding="learned", max_position_embeddings=16)
+    model.generation_config.max_new_tokens_over_source = None
+    for limit, own in ((17, 1), (18, 0)):
+        model.generation_config.max_length, searches.own = limit, 0
+        model.generate(words(2, 5), eos_token_id=list(range(3, model.config.vocab_size)))
+        assert searches.own == own
+
+
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("length", [10, 100, 1024, 4096, 5003])
 @pytest.mark.parametrize("k", [1, 8])
@@ -986,6 +997,7 @@ def test_the_largest_sums_are_found_wherever_they_stand(n, length, k):
 
 DECODERS = [
     {},
+    {"position_embedding": "learned", "max_position_embeddings": 30},
     {"norm_first": True, "activation": "gelu"},
     {"attention_bias": True, "output_bias": True, "tie_word_embeddings": False},
     {"d_k": 6, "d_v": 5, "norm_first": True, "final_norm": False},

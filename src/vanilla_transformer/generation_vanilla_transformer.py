@@ -1026,7 +1026,6 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             or input_ids.shape[1] != 1
             or kwargs.get("attention_mask") is None
             or kwargs.get("encoder_outputs") is None
-            or self.config.position_embedding != "sinusoidal"
             or self.config._attn_implementation == "eager"
             or cast(Any, self).training
         )
@@ -1041,6 +1040,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
                 limits = limits.clamp(max=criterion.max_length - 1)
             elif type(criterion) is not EosTokenCriteria:
                 return None
+        if self.config.position_embedding == "learned" and int(limits.max()) > self.config.max_position_embeddings:
+            return None  # the stock search says so when it gets there
         return limits if int(limits.min()) > 0 else None
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
