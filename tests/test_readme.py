@@ -102,6 +102,15 @@ def test_shell_blocks_run_one_after_another(folder_with_demo):
         assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
 
 
+def test_every_file_and_picture_that_pages_link_to_is_there():
+    for page in ("README.md", "CONTRIBUTING.md", "docs/walkthrough.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            assert "://" in target or (ROOT / page).parent.joinpath(target).is_file(), f"{page}: {target}"
+    pictures = {f"docs/pictures/{path.name}" for path in (ROOT / "docs" / "pictures").iterdir()}
+    assert pictures == set(re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README))
+
+
 def test_every_name_in_the_index_exists():
     rows = [line for line in README.splitlines() if line.startswith("| ") and "`" in line]
     sources = {
