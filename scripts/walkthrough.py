@@ -153,7 +153,7 @@ def page(model: Any, tokenizer: Any, text: str, command: str) -> str:
         command: What the page names as its origin.
 
     Raises:
-        ValueError: The text is blank, or the model is of another family.
+        ValueError: The text is blank, or the model is of another family, or has pruned heads.
     """
     import torch
 
@@ -162,6 +162,8 @@ def page(model: Any, tokenizer: Any, text: str, command: str) -> str:
     config = model.config
     if config.model_type != "vanilla_transformer":
         raise ValueError(f"expected a model of this package, got one of type {config.model_type!r}")
+    if config.pruned_heads:
+        raise ValueError("heads were taken out of this model, so that its layers differ; the page is of like layers")
     if not text.strip():
         raise ValueError("the text is blank; give --text a sentence")
     encoded = tokenizer(text, return_tensors="pt", truncation=True)
@@ -314,8 +316,8 @@ def page(model: Any, tokenizer: Any, text: str, command: str) -> str:
         "## 6. One token at a time (section 6.1)",
         "`generate()` does not know the translation beforehand. It calls the decoder once for each token, with the "
         f"newest token alone, and keeps keys and values: after the first step {shape(keys[0].shape)} of the target in "
-        f"each layer (batch, heads, target so far, d_k), which grow by one a step, and {shape(keys[1].shape)} of the "
-        "memory, which stay. "
+        "each layer (batch, heads, target so far, d_k), which grow by one a step and hypothesis, and "
+        f"{shape(keys[1].shape)} of the memory, which stay. "
         f"{beams_in_words(model.generation_config)} It ends at {code(str(tokenizer.eos_token))}, and the ids become "
         "text:",
         f"> {code(translation)}",
@@ -334,8 +336,8 @@ def beams_in_words(settings: Any) -> str:
     if beams == 1:
         return "Of each step's words it takes the most probable."
     return (
-        f"It follows {beams} translations at a time, the beams, so that batch is {beams} there, and takes the one of "
-        "the highest score: log-probability divided by the length penalty."
+        f"It follows {beams} translations at a time, the beams, and takes the one of the highest score: "
+        "log-probability divided by the length penalty."
     )
 
 
@@ -361,6 +363,8 @@ def run(given: dict[str, Any]) -> None:
     written = page(model, tokenizer, given["text"], COMMAND)
     with open_output(given["output"]) as file:
         file.write(written)
+    if given["output"] != "-":
+        print(f"saved to {given['output']}")
 
 
 if __name__ == "__main__":

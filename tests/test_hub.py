@@ -670,7 +670,7 @@ def test_a_space_holds_the_page_the_model_and_the_code_of_both(folder):
     assert header["license"] == "mit"
     assert "en to de" in header["short_description"]
     assert card_errors(files["README.md"].decode(), in_space=True) == []
-    compile(files["app.py"], "app.py", "exec")
+    compile(files["app.py"], "app.py", "exec")  # what it does: see the test after the next
     names = [re.match(r"[\w-]+", line)[0] for line in files["requirements.txt"].decode().splitlines()]
     assert {"torch", "transformers", "gradio", "datasets"} <= set(names)
 
@@ -692,7 +692,40 @@ def test_a_dry_run_of_a_space_shows_its_app_and_requirements_and_writing_it_send
     with pytest.raises(SystemExit):
         vanilla_transformer_cli.main([*command, "--output_dir", str(tmp_path / "space")])
     assert "is not empty" in capsys.readouterr().err
-    assert vanilla_transformer_cli.main([*command[:-1], "--output_dir", str(tmp_path / "other")]) == 2
+    for wrong in (command[:-1], [*command, "--dry_run"]):  # no Space; nothing to be written
+        assert vanilla_transformer_cli.main([*wrong, "--output_dir", str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "answer, code, told",
+    [
+        ("print(options['port'])", 0, ""),
+        ("raise KeyboardInterrupt", 130, ""),
+        (
+            "raise OSError('port 7861 is in use')",
+            1,
+            "app.py: error: port 7861 is in use (GRADIO_SERVER_PORT is the port)",
+        ),
+    ],
+)
+def test_the_app_of_a_space_ends_without_a_traceback(folder, tmp_path, answer, code, told):
+    """Around a page that is interrupted, or cannot listen."""
+    (tmp_path / "app.py").write_bytes(files_of_space(folder, "user/page")["app.py"])
+    (tmp_path / "vanilla_transformer").mkdir()
+    (tmp_path / "vanilla_transformer" / "__init__.py").touch()
+    page = f"def serve(*names, **options):\n    {answer}\n"
+    (tmp_path / "vanilla_transformer" / "serving.py").write_text(page, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "app.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": "", "GRADIO_SERVER_PORT": "7861"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.strip()) == (code, told)
+    assert done.stdout.strip() == ("7861" if code == 0 else "")
 
 
 @pytest.mark.slow

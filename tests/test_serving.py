@@ -72,7 +72,7 @@ def test_a_line_ends_at_its_line_feed_alone():
     [
         (" \n\t", 4, 1, "nothing to translate"),
         ("a\n" * (MOST_LINES + 1), 4, 1, f"{MOST_LINES + 1:,} lines"),
-        ("a" * 20_001, 4, 1, "20,001 characters"),
+        ("a" * 20_001, 4, 1, "The text has 1 line and 20,001 characters"),
         ("a\n" + "z!" * 600, 4, 1, "Line 2 has 1,201 tokens, more than the 1,024"),
         ("a", 2, 3, "3 translations of a line need as many beams, but there are 2"),
         ("a", 17, 1, "from 1 to 16 beams here, got 17"),
@@ -82,6 +82,13 @@ def test_a_line_ends_at_its_line_feed_alone():
 def test_text_that_cannot_be_translated_is_refused_in_words(served, text, beams, n_best, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         translate_text(served, text, beams, n_best)
+
+
+@pytest.mark.parametrize("typed", [2.5, "4", None, True, [3]])
+def test_a_number_that_is_not_whole_is_refused_and_not_cut(typed):
+    with pytest.raises(ValueError, match=re.escape(f"The beams must be a whole number, got {typed!r}")):
+        serving.whole(typed, "beams")
+    assert serving.whole(4.0, "beams") == 4
 
 
 def test_line_i_of_a_file_belongs_to_line_i_and_what_was_cut_is_told(tiny_tokenizer, tmp_path):

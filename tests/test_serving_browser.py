@@ -237,6 +237,9 @@ def test_what_cannot_be_translated_is_told_on_the_page(user, tmp_path):
     user.fill("#source textarea", " \n ")
     user.click("#translate")
     assert "nothing to translate" in user.error()
+    assert user.value("#target textarea") == ""  # and nothing of an earlier text beside it
+    assert user.all("#attention iframe") == []
+    assert [each for row in user.table() for each in row if each] == []
     user.fill("#source textarea", "word " * 1500)
     user.click("#translate")
     assert "more than the 1,024 that this model takes" in user.error()
@@ -309,5 +312,14 @@ def test_two_users_at_once_each_get_their_own(user, address, models, tmp_path):
         assert found.pop() == ""
         assert found == [best for best, *_ in models.answers("first", lines)]
         assert other.value("#state textarea, #state input").startswith("400 lines in ")
+        other.click("#translate_file")
+        wait_for(lambda: "of 400 lines" in other.value("#state textarea, #state input"), "progress")
+        (tmp_path / "pears.txt").write_text("one pear\n", encoding="utf-8")
+        other.one("#given button[aria-label=Clear], #given button[aria-label='Remove file']").click()
+        other.one("#given input[type=file]").send_keys(str(tmp_path / "pears.txt"))
+        wait_for(lambda: "pears" in other.one("#given").text, "the upload")
+        wait_for(lambda: other.value("#state textarea, #state input") == "", "the end of the first file's work")
+        other.click("#translate_file")
+        wait_for(lambda: other.value("#state textarea, #state input").startswith("1 line in "), "the second file")
     finally:
         other.browser.quit()

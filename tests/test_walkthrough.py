@@ -72,6 +72,15 @@ def test_shapes_are_those_of_the_configuration(script, tiny_tokenizer):
     assert model.config._attn_implementation == "sdpa", "as it was"
 
 
+def test_a_model_with_pruned_heads_is_refused_in_one_line(script, tmp_path, capsys, monkeypatch, tiny_tokenizer):
+    model = varied_model(tiny_tokenizer, pruned_heads={"cross": [[0], [], []]})
+    monkeypatch.setattr(script, "small_translator", lambda: (model, tiny_tokenizer))
+    assert script.main(["--output", str(tmp_path / "page.md")]) == 2
+    error = capsys.readouterr().err
+    assert "heads were taken out of this model" in error
+    assert error.count("\n") == 1
+
+
 def test_a_blank_text_is_refused_in_one_line(script, tmp_path, capsys, monkeypatch, tiny_tokenizer):
     monkeypatch.setattr(script, "small_translator", lambda: (varied_model(tiny_tokenizer), tiny_tokenizer))
     assert script.main(["--text", " ", "--output", str(tmp_path / "page.md")]) == 2

@@ -72,13 +72,20 @@ SPACE_REQUIREMENTS = ("torch", "transformers", "safetensors", "datasets", "gradi
 SPACE_APP = f'''"""The page of this Space, for this machine alone where it is started by hand: python app.py"""
 
 import os
+import sys
 
 from vanilla_transformer.serving import serve
 
 
 if __name__ == "__main__":
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "{SPACE_MODEL}")
-    serve([folder], names=[NAME], host="0.0.0.0" if "SPACE_ID" in os.environ else "127.0.0.1")
+    host = "0.0.0.0" if "SPACE_ID" in os.environ else "127.0.0.1"
+    try:
+        serve([folder], names=[NAME], host=host, port=int(os.environ.get("GRADIO_SERVER_PORT", 7860)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(f"app.py: error: {{error}} (GRADIO_SERVER_PORT is the port)")
 '''
 
 # Fields that make a model another one than the paper's; the rest is its size, and the ids of the vocabulary.

@@ -49,6 +49,11 @@ SECONDS_FILES_ARE_KEPT = 3600
 ATTENTION_PIXELS = 760
 
 COLUMNS = ["line", "rank", "score", "log-probability", "tokens", "translation"]
+MEANINGS = (
+    "*log-probability*: natural logarithm of the translation's probability, its end included, 0 at most; *score*: "
+    "that divided by the length penalty, by which the translations of a line are ranked; *tokens*: words and pieces "
+    "of words, the end of sentence counted."
+)
 CSS = "#table td, #table td * { overflow-wrap: anywhere; font-family: inherit; }"
 
 # By the source language that a model's record names.
@@ -186,8 +191,9 @@ def translate_text(served: ServedModel, text: str, num_beams: int, n_best: int) 
     lines = lines_of(text)
     if len(lines) > MOST_LINES or len(text) > MOST_CHARACTERS:
         raise ValueError(
-            f"The text has {len(lines):,} lines and {len(text):,} characters; at most {MOST_LINES:,} lines and "
-            f"{MOST_CHARACTERS:,} characters are translated here. Longer ones go through the tab File."
+            f"The text has {counted(len(lines), 'line')} and {len(text):,} characters; at most {MOST_LINES:,} lines "
+            f"and {MOST_CHARACTERS:,} characters are translated here. More lines go through the tab File; a line that "
+            "is longer than the model takes is to be broken into sentences, one on each line."
         )
     check_beams(num_beams)
     if n_best > num_beams:
@@ -203,6 +209,22 @@ def translate_text(served: ServedModel, text: str, num_beams: int, n_best: int) 
         ranked = enumerate(hypotheses if source.strip() else [], 1)
         results.append([Translated(number, rank, source, hypothesis) for rank, hypothesis in ranked])
     return results
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things in words."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def whole(value: Any, what: str) -> int:
+    """A number of the page's, which its sliders let one type as a fraction.
+
+    Raises:
+        ValueError: It is no whole number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise ValueError(f"The {what} must be a whole number, got {value!r}.")
+    return int(value)
 
 
 def check_beams(num_beams: int) -> None:
@@ -379,12 +401,17 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
 
     def on_translate(name: str, text: str, num_beams: float, n_best: float) -> tuple[Any, ...]:
         with told_on_the_page(gr):
-            results = translate_text(served_by(name), text or "", int(num_beams), int(n_best))
+            numbers = whole(num_beams, "beams"), whole(n_best, "translations of each line")
+            results = translate_text(served_by(name), text or "", *numbers)
             best = "\n".join(ranked[0].hypothesis.text if ranked else "" for ranked in results)
             shown = [each for ranked in results for each in ranked]
             choices = [(each.label(), index) for index, each in enumerate(shown)]
             held = (name, [(each.source, each.hypothesis.text) for each in shown])
             return best, [each.row() for each in shown], gr.Dropdown(choices=choices, value=0, interactive=True), held
+
+    def cleared() -> tuple[Any, ...]:
+        """What stands there before a translation, so that none of an earlier text stays beside an error."""
+        return "", None, gr.Dropdown(choices=[], value=None, interactive=False), None, ""
 
     def on_attention(held: tuple[str, list[tuple[str, str]]] | None, index: int | None) -> str:
         with told_on_the_page(gr):
@@ -406,10 +433,11 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
             cut: list[int] = []
             with tempfile.TemporaryDirectory(prefix="translation_") as folder:
                 output = os.path.join(folder, f"{stem}.translated.txt")
-                for done, total, cut in translate_file(served_by(name), path, output, int(num_beams)):  # noqa: B007
+                steps = translate_file(served_by(name), path, output, whole(num_beams, "beams"))
+                for done, total, cut in steps:  # noqa: B007
                     progress((done, total), unit="lines")
                     yield None, f"{done:,} of {total:,} lines"
-                told = f"{total:,} {'line' if total == 1 else 'lines'} in {time.monotonic() - started:.1f} s"
+                told = f"{counted(total, 'line')} in {time.monotonic() - started:.1f} s"
                 if cut:
                     told += f"; cut, being longer than the model takes: {numbered(cut)}"
                 yield output, told  # of which the page takes a copy
@@ -445,7 +473,9 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
             button = gr.Button("Translate", variant="primary", elem_id="translate")
             examples = list(dict.fromkeys(text for each in models for text in each.examples))
             if examples:
-                gr.Examples(examples, source, label="examples", cache_examples=False, api_visibility="private")
+                offered = gr.Examples(
+                    examples, source, label="examples", cache_examples=False, api_visibility="private"
+                )
             table = gr.Dataframe(
                 headers=COLUMNS,
                 datatype=["number", "number", "number", "number", "number", "str"],
@@ -455,9 +485,11 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
                 column_widths=["6%", "6%", "9%", "14%", "8%", "57%"],
                 elem_id="table",
             )
+            gr.Markdown(MEANINGS)
             line = gr.Dropdown([], label="attention of", elem_id="line", interactive=False)
             attention = gr.HTML("", elem_id="attention")
         with gr.Tab("File"):
+            gr.Markdown("Of each line the best translation is written; blank lines stay blank.")
             given = gr.File(label="UTF-8 text, one sentence on each line", elem_id="given", type="filepath")
             with gr.Row():
                 file_button = gr.Button("Translate the file", variant="primary", elem_id="translate_file")
@@ -467,7 +499,11 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
 
         model.input(on_model, model, num_beams, api_visibility="private")
         inputs, outputs = [model, source, num_beams, n_best], [target, table, line, held]
-        translating = button.click(
+        emptied: dict[str, Any] = {"fn": cleared, "outputs": [*outputs, attention], "api_visibility": "private"}
+        if examples:
+            offered.dataset.click(**emptied)
+        clearing = button.click(**emptied, queue=False)
+        translating = clearing.then(
             on_translate, inputs, outputs, concurrency_limit=USERS_AT_ONCE, api_name="translate"
         )
         look: dict[str, Any] = {
@@ -487,13 +523,15 @@ def translation_page(models: Sequence[ServedModel]) -> Any:
             api_visibility="private",
         )
         stop.click(lambda: "stopped", None, state, cancels=[working], api_visibility="private")
+        # Another file ends the work on the one before, and takes away what was said of it.
+        given.change(lambda: (None, ""), None, [result, state], cancels=[working], api_visibility="private")
     return page
 
 
 def numbered(lines: Sequence[int], most: int = 10) -> str:
     """Numbers of lines in words, the first of many."""
-    word = "line" if len(lines) == 1 else "lines"
     more = f" and {len(lines) - most:,} more" if len(lines) > most else ""
+    word = "line" if len(lines) == 1 else "lines"
     return f"{word} {', '.join(f'{number:,}' for number in lines[:most])}{more}"
 
 
@@ -517,7 +555,7 @@ def open_page(page: Any, *, host: str = "127.0.0.1", port: int = 7860) -> str:
             pass
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OSError(f"cannot listen at {host}, port {port}: {reason}; choose another --host or --port.") from None
+        raise OSError(f"cannot listen at {host}, port {port}: {reason}; choose another port or host.") from None
     page.queue(max_size=64)
     page.launch(
         server_name=host,

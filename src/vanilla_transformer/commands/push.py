@@ -17,6 +17,8 @@ def main(argv: list[str]) -> int:
     transformers_logging.disable_progress_bar()
     license = given.get("license")
     if "output_dir" in given:
+        if arguments.dry_run:
+            raise ValueError("--dry_run writes nothing, --output_dir writes the files: choose one of them.")
         if not arguments.space:
             raise ValueError("--output_dir is where --space writes its files; a model's folder is there already.")
         names = write_space(arguments.model, arguments.output_dir, arguments.repo_id, license=license)
