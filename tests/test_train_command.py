@@ -316,8 +316,13 @@ def test_a_finished_run_that_is_resumed_trains_no_further(files, tmp_path, max_s
 def test_every_recipe_that_comes_along_can_be_read(tmp_path, path):
     """By file and by name; every value arrives as it stands in the file."""
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    files = []
+    if "dataset" not in settings:  # a recipe for files that the reader names
+        for name in ("train_source", "train_target", "validation_source", "validation_target"):
+            (tmp_path / name).write_text("a\n", encoding="utf-8")
+            files += [f"--{name}", str(tmp_path / name)]
     for name in (str(path), path.stem):
-        arguments, training_arguments = parse(["--recipe", name, "--output_dir", str(tmp_path / "out")])
+        arguments, training_arguments = parse(["--recipe", name, "--output_dir", str(tmp_path / "out"), *files])
         for field, value in settings.items():
             arrived = getattr(arguments if hasattr(arguments, field) else training_arguments, field)
             assert getattr(arrived, "value", arrived) == value, field
@@ -325,7 +330,7 @@ def test_every_recipe_that_comes_along_can_be_read(tmp_path, path):
 
 
 def test_there_are_the_recipes_that_are_promised():
-    assert {path.stem for path in RECIPES} == {"multi30k_tiny", "wmt14_base", "wmt14_big"}
+    assert {path.stem for path in RECIPES} == {"multi30k_tiny", "multi30k_tokenized", "wmt14_base", "wmt14_big"}
     for path in RECIPES:
         assert read_recipe(path.stem) == yaml.safe_load(path.read_text(encoding="utf-8"))
 

@@ -51,7 +51,10 @@ class TrainArguments:
     """What `train` takes besides the training arguments of transformers."""
 
     recipe: str | None = field(
-        default=None, metadata={"help": "A recipe's name (multi30k_tiny, wmt14_base, wmt14_big) or a YAML file."}
+        default=None,
+        metadata={
+            "help": "A recipe's name (multi30k_tiny, multi30k_tokenized, wmt14_base, wmt14_big) or a YAML file."
+        },
     )
     preset: str = field(default="base", metadata={"help": f"Shape of a new model: {', '.join(list_presets())}."})
     config_overrides: list[str] = field(
