@@ -2,8 +2,10 @@
 
 import base64
 import hashlib
+import html
 import os
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -190,7 +192,7 @@ def test_a_browser_shows_the_weights_of_the_head_and_the_token_that_are_picked(m
         for key, shift in (("k", False), ("l", True), ("h", False)):
             browser.press(key, shift)
         assert browser.ask("document.getElementById('map-title').textContent") == (
-            "decoder to encoder, layer 1, head 1"
+            "cross (decoder to encoder), layer 1, head 1"
         )
         browser.ask("document.querySelector('#rows li').focus()")
         browser.press("ArrowDown")
@@ -229,4 +231,100 @@ def test_a_browser_shows_the_weights_of_the_head_and_the_token_that_are_picked(m
         assert browser.ask("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
         assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
         browser.picture(pictures / "dark.png")
+        assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_lines_have_their_places_in_a_frame_that_is_shown_late(model, tokenizer, tmp_path):
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("there is no chromium here")
+    page = html.escape(attention_page([all_attentions_of(model, tokenizer, SOURCE, TARGET)]))
+    path = tmp_path / "frames.html"
+    path.write_text(
+        "".join(f'<iframe style="{style}" srcdoc="{page}"></iframe>' for style in ("display:none", "width:0;border:0"))
+    )
+    line = (
+        "[...frames[{}].document.querySelectorAll('#lines line')]"
+        ".map((line) => ['x2', 'y2'].map((name) => Number(line.getAttribute(name))))"
+    )
+    with running_browser(chromium) as browser:
+        browser.open(path)
+        assert {tuple(end) for end in browser.ask(line.format(0))} == {(0, 0)}, "the frame has no size"
+        browser.ask("document.querySelectorAll('iframe').forEach((f) => { f.style = 'width:1000px;height:800px'; })")
+        for frame in (0, 1):
+            end = time.monotonic() + 20
+            while True:
+                ends = browser.ask(line.format(frame))
+                if (ends and min(x for x, _ in ends) > 50) or time.monotonic() > end:
+                    break
+                time.sleep(0.1)
+            assert ends
+            assert min(x for x, _ in ends) > 50
+            middles = browser.ask(
+                f"((d) => {{ const top = d.getElementById('lines').getBoundingClientRect().top;"
+                "return [...d.querySelectorAll('#columns li')].map((li) => { const box = li.getBoundingClientRect();"
+                f"return box.top + box.height / 2 - top; }}); }})(frames[{frame}].document)"
+            )
+            assert {y for _, y in ends} <= set(middles)
+            assert len({y for _, y in ends}) > 3
+
+
+@pytest.mark.slow
+def test_a_held_token_and_the_focus_stay_while_layer_head_and_kind_change(model, tokenizer, tmp_path):
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("there is no chromium here")
+    found = all_attentions_of(model, tokenizer, SOURCE, TARGET)
+    path = tmp_path / "page.html"
+    path.write_text(attention_page([found], layer=0, head=0), encoding="utf-8")
+
+    def numbers(side: str) -> list[float]:
+        texts = browser.ask(f"[...document.querySelectorAll('#{side} .number')].map((each) => each.textContent)")
+        return [float(text) for text in texts if text]
+
+    def chosen() -> list:
+        return browser.ask(
+            "[...document.querySelectorAll('li.chosen')].map((li) => [li.parentElement.id,"
+            "[...li.parentElement.children].indexOf(li), li === document.activeElement])"
+        )
+
+    def held() -> bool:
+        return "(held)" in browser.ask("document.getElementById('readout').textContent")
+
+    with running_browser(chromium) as browser:
+        browser.open(path)
+        # Arrows work before anything has the focus, and after the keys that draw all anew.
+        browser.press("ArrowDown")
+        assert chosen() == [["rows", 0, True]]
+        browser.press("ArrowDown")
+        browser.press("h")
+        assert numbers("columns") == pytest.approx(found.of("cross", 0, 1)[1], abs=6e-4)
+        browser.press("ArrowDown")
+        assert chosen() == [["rows", 2, True]]
+        browser.press("ArrowRight")
+        assert chosen() == [["columns", 2, True]]
+        browser.press("Enter")
+        assert held()
+        # The source token stands in the columns of cross and of the encoder, but not in the decoder's.
+        browser.press("l")
+        assert numbers("rows") == pytest.approx(found.of("cross", 1, 1)[:, 2], abs=6e-4)
+        browser.press("k")
+        assert held()
+        assert numbers("rows") == pytest.approx(found.of("encoder", 1, 1)[:, 2], abs=6e-4)
+        browser.press("Escape")
+        # A target token stands in the rows of the decoder and of cross; changed by mouse.
+        browser.point_at("#kind label", 1, click=True)
+        browser.point_at("#rows li", 4, click=True)
+        browser.point_at("#head label", 4, click=True)
+        browser.point_at("#kind label", 2, click=True)
+        assert held()
+        assert numbers("columns") == pytest.approx(found.of("cross", 1, 3)[4], abs=6e-4)
+        browser.press("ArrowUp")  # on from the held one, although a button has the focus
+        assert chosen() == [["rows", 3, True]]
+        browser.press("ArrowUp")
+        browser.press("Enter")
+        browser.point_at("#kind label", 0, click=True)
+        assert chosen() == []
+        assert not held()
         assert browser.complaints() == []
