@@ -14,6 +14,7 @@ from small_models import small_model
 from vanilla_transformer.modeling_vanilla_transformer import sinusoidal_encoding
 from vanilla_transformer.tokenization import train_tokenizer
 from vanilla_transformer.visualization import (
+    Attentions,
     all_attentions_of,
     attention_figure,
     attentions_figure,
@@ -168,7 +169,7 @@ def test_cells_are_the_weights_with_target_tokens_downwards():
     heat_map = attention_figure(weights, list("abcde"), list("xyz")).axes[0]
     (image,) = heat_map.get_images()
     np.testing.assert_array_equal(image.get_array(), weights)
-    assert image.get_clim() == (0.0, pytest.approx(weights.max()))
+    assert image.get_clim() == (0, 1), "as in the grids"
     bottom, top = heat_map.get_ylim()
     assert bottom > top, "the first target token is at the top"
     assert list(heat_map.get_xticks()) == [0, 1, 2, 3, 4]
@@ -178,7 +179,7 @@ def test_cells_are_the_weights_with_target_tokens_downwards():
 @pytest.mark.parametrize("row, column", [(0, 0), (2, 5), (7, 1)])
 def test_the_largest_weight_is_the_brightest_cell_of_the_file(tmp_path, row, column):
     weights = np.full((8, 6), 0.02)
-    weights[row, column] = 0.9
+    weights[row, column] = 1.0
     path = plot_attention(weights, list("abcdef"), list("stuvwxyz"), tmp_path / "attention.png")
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     # Outside the colour bar, only the cell of the largest weight is yellow, and all other cells are dark violet.
@@ -344,9 +345,66 @@ def test_a_single_head_is_one_heat_map_with_its_tokens(attentions):
     figure = attentions_figure(attentions, kind="decoder", layer=1, head=3, title="$1")
     image = figure.axes[0].get_images()[0].get_array()
     np.testing.assert_array_equal(image, attentions.weights["decoder"][1][3])
+    assert figure.axes[0].get_title() == "decoder attention, layer 1, head 3"
     columns, rows = labels_of(figure.axes[0])
     assert columns == [token.replace(" ", "␣") for token in attentions.read_tokens]
     assert rows == [token.replace(" ", "␣") for token in attentions.target_tokens]
+
+
+def cross_of(rows: int, columns: int, token: str = "token", layers: int = 1, heads: int = 2) -> Attentions:
+    weights = [np.full((heads, rows, columns), 1 / columns, np.float32)] * layers
+    source, target = [token] * columns, [token] * rows
+    return Attentions("s", "t", source, target, target, {"cross": weights}, {"cross": [list(range(heads))] * layers})
+
+
+@pytest.mark.parametrize("rows, columns, letters", [(4, 4, 24), (5, 12, 16), (30, 30, 14)])
+def test_labels_of_a_row_of_panels_stay_clear_of_the_next_rows_titles(rows, columns, letters):
+    figure = attentions_figure(cross_of(rows, columns, "n" * letters, layers=4, heads=4), title="t")
+    figure.draw_without_rendering()
+    panels = [axes for axes in figure.axes if axes.get_images()][:16]
+    assert len(panels) == 16
+    for above, below in zip(panels[:-4], panels[4:], strict=True):
+        labels = min(label.get_window_extent().y0 for label in above.get_xticklabels())
+        assert labels > below.title.get_window_extent().y1
+        assert below.get_window_extent().height > 20
+    assert min(label.get_window_extent().y0 for label in panels[-1].get_xticklabels()) >= 0
+    assert min(label.get_window_extent().x0 for label in panels[0].get_yticklabels()) >= 0
+
+
+@pytest.mark.parametrize("chosen", [{}, {"layer": 0, "head": 0}])
+def test_a_long_text_keeps_its_labels_and_a_title_within_the_picture(caplog, chosen):
+    text = " ".join(f"word{number}" for number in range(150))
+    figure = attentions_figure(cross_of(20, 150, layers=2), kind="cross", title=text, **chosen)
+    figure.draw_without_rendering()
+    title = figure._suptitle.get_window_extent()
+    assert 0 <= title.x0 < title.x1 <= figure.bbox.width
+    assert title.y1 <= figure.bbox.height
+    shown = figure.get_suptitle()
+    assert shown.startswith("word0 word1")
+    assert shown.endswith("word149")
+    assert len(shown.split("\n")) == 2
+    columns, rows = labels_of(figure.axes[0])
+    assert 30 < len(columns) <= 150
+    assert len(rows) > 5
+    # In cells of the usual size all labels are legible.
+    assert [record.message for record in caplog.records] == (
+        []
+        if chosen
+        else [
+            "150 tokens are too many for this picture to label each of them; an .html page, or one head, suits better"
+        ]
+    )
+
+
+def test_letters_without_a_glyph_are_told_in_one_line(tmp_path, caplog, recwarn):
+    texts = ["\U0001f436", "\u65e5\u672c", "\u0645\u0631\u062d\u0628\u0627"]
+    path = plot_attention(some_weights(2, 3), texts, ["a", "b"], tmp_path / "a.png", title=" ".join(texts))
+    (record,) = caplog.records
+    assert "no glyph for" in record.message
+    assert set("\U0001f436\u65e5\u672c") <= set(record.message)
+    assert record.message.count("\n") == 0
+    assert not recwarn.list
+    assert path.exists()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import json
 import logging
 import os
 import re
+import textwrap
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +67,9 @@ KINDS = {
 }
 PAGE = "attention_page.html"  # beside this file
 MOST_WEIGHTS_OF_A_PAGE = 5_000_000  # about seven bytes each
-MOST_PANEL_LABELS = 60
+LETTER_WIDTH = 0.62  # of the font size, about
+MOST_TITLE_LINES = 2
+MAX_TITLE_INCHES = 7.0  # a longer title does not widen the picture
 JOINERS = "\u200c\u200d"  # without width: they shape the letters beside them
 
 
@@ -298,7 +302,8 @@ def plot_attention(
     """Draw attention weights as a heat map and write it as a PNG file.
 
     The file appears whole or not at all; an older one of that name is replaced only by a finished picture. Letters
-    that matplotlib's fonts lack are drawn as boxes, with a warning; `matplotlib.rcParams["font.family"]` names others.
+    that matplotlib's fonts lack are drawn as boxes, with one warning in the log; `matplotlib.rcParams["font.family"]`
+    names other fonts.
 
     Args:
         weights: (T_target, T_source), not negative.
@@ -348,6 +353,8 @@ def check_picture_path(path: str | os.PathLike[str]) -> Path:
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure in the format that the file's ending names; the file appears whole or not at all.
 
+    Where letters have no glyph in the font, the log says so in one line.
+
     Args:
         figure: of matplotlib.
         path: see `check_picture_path`, which says what is raised.
@@ -357,7 +364,21 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """
     path = check_picture_path(path)
     picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix.lower()[1:], dpi=DOTS_PER_INCH)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        figure.savefig(picture, format=path.suffix.lower()[1:], dpi=DOTS_PER_INCH)
+    missing = {}
+    for each in caught:
+        if found := re.match(r"Glyph (\d+) .*missing from", str(each.message)):
+            missing[chr(int(found.group(1)))] = None
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if missing:
+        logger.warning(
+            "%s: the font of pictures has no glyph for %s, drawn as boxes; the page (.html) of attention shows them",
+            path,
+            " ".join(list(missing)[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else ""),
+        )
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         unfinished.write_bytes(picture.getvalue())
@@ -375,16 +396,20 @@ def attention_figure(
     *,
     source_label: str = "source tokens",
     target_label: str = "target tokens",
+    panel_title: str | None = None,
 ) -> Figure:
     """The heat map of `plot_attention` as a matplotlib figure that belongs to no window and to no pyplot state.
+
+    Its colours go from 0 to 1, as in every other picture of attention.
 
     Args:
         weights: (T_target, T_source), not negative.
         source_tokens: T_source texts, the columns from left to right.
         target_tokens: T_target texts, the rows from top to bottom.
-        title: a line above the picture. None: no title.
+        title: above the picture, in two lines at most; of a longer one the middle is left out. None: no title.
         source_label: what the columns are.
         target_label: what the rows are.
+        panel_title: a line between title and heat map, such as which head it is. None: no such line.
 
     Returns:
         The figure; its first axes hold the heat map, its second the colour bar.
@@ -399,19 +424,20 @@ def attention_figure(
     font_points = min(MAX_FONT_POINTS, max(MIN_FONT_POINTS, cell_inches * 72 * 0.6))
     source_labels = [_visible(token) for token in source_tokens]
     target_labels = [_visible(token) for token in target_tokens]
-    # Room for labels and colour bar beside the cells, which constrained layout shares out. A letter is about 0.62 of
-    # the font size wide.
-    letter_inches = 0.62 * font_points / 72
+    # Room for labels and colour bar beside the cells, which constrained layout shares out.
+    letter_inches = LETTER_WIDTH * font_points / 72
     longest_source, longest_target = (max(map(len, labels)) for labels in (source_labels, target_labels))
     width = max(columns * cell_inches, 1.0) + longest_target * letter_inches + 1.6
     height = max(rows * cell_inches, 1.0) + longest_source * letter_inches + 1.0
     if title is not None:
-        width = max(width, len(title) * 0.62 * MAX_FONT_POINTS / 72 + 0.4)
+        width = max(width, min(len(title) * LETTER_WIDTH * MAX_FONT_POINTS / 72 + 0.4, MAX_TITLE_INCHES))
+    height += 0.25 * (panel_title is not None)
     figure = _new_figure(width, height)
     axes = figure.add_subplot()
-    image = axes.imshow(
-        cells, cmap="viridis", vmin=0.0, vmax=float(cells.max()) or 1.0, aspect="equal", interpolation="nearest"
-    )
+    highest = max(1.0, float(cells.max()))  # numbers that are no attention may be larger
+    image = axes.imshow(cells, cmap="viridis", vmin=0.0, vmax=highest, aspect="equal", interpolation="nearest")
+    if panel_title is not None:
+        axes.set_title(panel_title, fontsize=MAX_FONT_POINTS, parse_math=False)
     # A token may hold "$", which matplotlib would otherwise read as the beginning of a formula.
     axes.set_xticks(*_ticks(source_labels, cell_inches), rotation=90, fontsize=font_points, parse_math=False)
     axes.set_yticks(*_ticks(target_labels, cell_inches), fontsize=font_points, parse_math=False)
@@ -419,10 +445,33 @@ def attention_figure(
     axes.set_xlabel(source_label)
     axes.xaxis.set_label_position("top")
     axes.set_ylabel(target_label)
-    if title is not None:
-        figure.suptitle(_escaped(title), fontsize=MAX_FONT_POINTS, parse_math=False)
+    _set_title(figure, title)
     figure.colorbar(image, ax=axes, label="attention weight", shrink=min(1.0, 3.0 / height))
+    _warn_of_small_cells(max(rows, columns), cell_inches)
     return figure
+
+
+def _set_title(figure: Figure, title: str | None) -> None:
+    """A title that fits the figure: in two lines at most, with an ellipsis for the middle of a longer one."""
+    if title is None:
+        return
+    text = _escaped(title)
+    letters = max(8, int((figure.get_figwidth() - 0.2) * 72 / (LETTER_WIDTH * MAX_FONT_POINTS)))
+    if len(text) > letters:
+        lines = textwrap.wrap(text, letters)
+        if len(lines) > MOST_TITLE_LINES:
+            lines = [f"{text[: letters - 2].rstrip()} \u2026", f"\u2026 {text[2 - letters :].lstrip()}"]
+        text = "\n".join(lines)
+        figure.set_figheight(figure.get_figheight() + 1.5 * MAX_FONT_POINTS / 72)
+    figure.suptitle(text, fontsize=MAX_FONT_POINTS, parse_math=False)
+
+
+def _warn_of_small_cells(count: int, cell_inches: float) -> None:
+    if cell_inches < MIN_FONT_POINTS / 72:
+        logger.warning(
+            "%d tokens are too many for this picture to label each of them; an .html page, or one head, suits better",
+            count,
+        )
 
 
 def _new_figure(width: float, height: float) -> Figure:
@@ -480,39 +529,48 @@ def attentions_figure(
         rows, columns = attentions.tokens(each)
         target_label, source_label = KINDS[each]
         labels = {"source_label": source_label, "target_label": target_label}
-        return attention_figure(attentions.of(each, number, only), columns, rows, title, **labels)
+        panel_title = f"{each} attention, layer {number}, head {only}"
+        return attention_figure(
+            attentions.of(each, number, only), columns, rows, title, **labels, panel_title=panel_title
+        )
 
     heads = sorted({number for _, _, numbers in panels for number in numbers})
     longest = max(len(tokens) for each in kinds for tokens in attentions.tokens(each))
     panel_inches = min(max(1.4, longest * 0.085), 3.6)
-    width, height = 1.4 + panel_inches * len(heads), 1.0 + (panel_inches + 0.25) * len(panels)
+    sizes = [tuple(map(len, attentions.tokens(each))) for each, _, _ in panels]
+    # A panel has square cells; the room for its labels and its title comes on top.
+    heights = [max(0.3, panel_inches * min(1.0, rows / columns)) for rows, columns in sizes]
+    texts = {each: tuple([_visible(token) for token in side] for side in attentions.tokens(each)) for each in kinds}
+    longest_row, longest_column = (max(len(text) for each in kinds for text in texts[each][side]) for side in (0, 1))
+    font_points = min(7.0, max(MIN_FONT_POINTS, panel_inches * 72 / longest * 0.8))
+    letter_inches = LETTER_WIDTH * font_points / 72
+    width = 1.4 + panel_inches * len(heads) + max(0.0, longest_row * letter_inches - 0.4)
+    height = 0.6 + sum(heights) + (0.35 + longest_column * letter_inches) * len(panels)
     shrink = min(1.0, MAX_HEAT_MAP_INCHES / max(width, height))
     figure = _new_figure(width * shrink, height * shrink)
-    font_points = min(7.0, max(2.5, panel_inches * shrink * 72 / longest * 0.8))
-    grid = figure.subplots(len(panels), len(heads), squeeze=False)
+    font_points = max(2.5, font_points * shrink)
+    grid = figure.subplots(len(panels), len(heads), squeeze=False, gridspec_kw={"height_ratios": heights})
     images = []
-    for across, (each, number, numbers) in zip(grid, panels, strict=True):
-        rows, columns = attentions.tokens(each)
+    smallest = CELL_INCHES
+    for across, (each, number, numbers), size in zip(grid, panels, sizes, strict=True):
+        rows, columns = texts[each]
+        cell_inches = panel_inches * shrink / max(size)
+        smallest = min(smallest, cell_inches)
         for place, axes in enumerate(across):
             if heads[place] not in numbers:
                 axes.set_axis_off()
                 continue
             weights = attentions.of(each, number, heads[place])
             images.append(axes.imshow(weights, cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest"))
-            axes.set_title(f"{each} {number}, head {heads[place]}", fontsize=7)
+            axes.set_title(f"{each} {number}, head {heads[place]}", fontsize=max(4.0, 7.0 * shrink))
             axes.tick_params(length=0, pad=1)
-            axes.set_xticks([])
+            axes.set_xticks(*_ticks(columns, cell_inches), rotation=90, fontsize=font_points, parse_math=False)
             axes.set_yticks([])
-            if len(columns) <= MOST_PANEL_LABELS:
-                texts = [_visible(token) for token in columns]
-                axes.set_xticks(range(len(columns)), texts, rotation=90, fontsize=font_points, parse_math=False)
-            if place == 0 and len(rows) <= MOST_PANEL_LABELS:
-                axes.set_yticks(
-                    range(len(rows)), [_visible(token) for token in rows], fontsize=font_points, parse_math=False
-                )
+            if place == 0:
+                axes.set_yticks(*_ticks(rows, cell_inches), fontsize=font_points, parse_math=False)
     figure.colorbar(images[0], ax=grid, label="attention weight", shrink=min(1.0, 3.0 / (height * shrink)), pad=0.01)
-    if title is not None:
-        figure.suptitle(_escaped(title), fontsize=MAX_FONT_POINTS, parse_math=False)
+    _set_title(figure, title)
+    _warn_of_small_cells(longest, smallest)
     return figure
 
 
@@ -776,8 +834,7 @@ def curves_figure(history: Mapping[str, Sequence[tuple[int, float]]], title: str
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=8)
     grid[-1].set_xlabel("update")
-    if title is not None:
-        figure.suptitle(_escaped(title), fontsize=MAX_FONT_POINTS, parse_math=False)
+    _set_title(figure, title)
     return figure
 
 
