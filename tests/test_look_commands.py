@@ -164,6 +164,7 @@ def test_prune_writes_the_smaller_model_and_what_it_measured(capsys, folder, fil
     }
     assert f"16 of 32 heads kept, {smaller.num_parameters():,} of {model.num_parameters():,} parameters" in out
     assert picture.stat().st_size > 1000
+    assert "[ ] is taken out, each attention keeps at least one\n" in out
     card = (output / "README.md").read_text()
     assert "pruned_heads" in card
     record = TrainingRun.load(output)
@@ -197,7 +198,7 @@ def test_prune_keeps_the_precision_that_the_weights_are_stored_in(capsys, tiny_t
         (["--keep_fraction", "1.5", "--output_dir", "new"], "must lie above 0 and be at most 1, got 1.5"),
         (["--heads_kept", "9"], "--output_dir is missing"),
         (["--importance_only", "--output_dir", "new"], "not with --importance_only"),
-        (["--importance_only", "--picture", "a.gif"], "path must end in one of .png, .svg, .pdf"),
+        (["--importance_only", "--picture", "a.gif"], "--picture must end in one of .png, .svg, .pdf, got a.gif"),
         (["--importance_only", "--json", "a.png", "--picture", "a.png"], "must name different files"),
         (["--importance_only", "--json", "-"], "'-' is not one"),
         ([], "one of the arguments --heads_kept --keep_fraction --importance_only is required"),

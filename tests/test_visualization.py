@@ -456,6 +456,16 @@ def test_importances_stand_in_the_cell_of_their_head():
     }
 
 
+def test_heads_that_are_taken_out_are_crossed_out():
+    heads = [("encoder", 0, 0, 0.5), ("encoder", 0, 2, 0.25), ("cross", 1, 1, 1.0)]
+    (axes, _) = importance_figure(heads, [("encoder", 0, 2)]).axes
+    middles = {tuple(line.get_xydata().mean(axis=0)) for line in axes.get_lines()}
+    assert middles == {(2, 0)}
+    assert "each attention keeps at least one" in axes.get_xlabel()
+    plain = importance_figure(heads).axes[0]
+    assert (list(plain.get_lines()), plain.get_xlabel()) == ([], "head")
+
+
 LOG = [
     {"step": 10, "epoch": 0.5, "loss": 5.0, "learning_rate": 0.1},
     {"step": 20, "epoch": 1.0, "loss": 4.0, "learning_rate": 0.2},

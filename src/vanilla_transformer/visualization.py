@@ -17,7 +17,7 @@ import os
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -705,11 +705,14 @@ def positions_figure(encodings: Mapping[str, np.ndarray | torch.Tensor]) -> Figu
     return figure
 
 
-def importance_figure(heads: Sequence[tuple[str, int, int, float]]) -> Figure:
+def importance_figure(
+    heads: Sequence[tuple[str, int, int, float]], taken_out: Collection[tuple[str, int, int]] = ()
+) -> Figure:
     """The importance of each head as a heat map: a row an attention, a column a head; pruned heads stay blank.
 
     Args:
         heads: kind, layer, head and importance of each, as of `vanilla_transformer.pruning.Head`.
+        taken_out: kind, layer and head of those to cross out, with a line below that says what the crosses mean.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -729,7 +732,13 @@ def importance_figure(heads: Sequence[tuple[str, int, int, float]]) -> Figure:
             axes.text(column, row, f"{value:.4f}", ha="center", va="center", fontsize=7, color=shade)
     axes.set_xticks(range(columns))
     axes.set_yticks(range(len(attentions)), [f"{kind} {layer}" for kind, layer in attentions])
-    axes.set_xlabel("head")
+    for kind, layer, head in taken_out:
+        row = attentions.index((kind, layer))
+        for slope in (-0.5, 0.5):
+            axes.plot([head - 0.5, head + 0.5], [row - slope, row + slope], color="tab:red", linewidth=1.5)
+    axes.set_xlim(-0.5, columns - 0.5)
+    axes.set_ylim(len(attentions) - 0.5, -0.5)
+    axes.set_xlabel("head" + ("\ncrossed: taken out; each attention keeps at least one" if taken_out else ""))
     figure.colorbar(image, ax=axes, label="importance, nats a target token")
     return figure
 

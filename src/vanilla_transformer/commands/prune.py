@@ -25,7 +25,7 @@ from vanilla_transformer.pruning import (
     pruned_heads_of,
 )
 from vanilla_transformer.translation import load_translator, open_output
-from vanilla_transformer.visualization import check_picture_path, importance_figure, save_figure
+from vanilla_transformer.visualization import PICTURE_FORMATS, check_picture_path, importance_figure, save_figure
 from vanilla_transformer_cli import prune_parser
 
 
@@ -69,8 +69,12 @@ def main(argv: list[str]) -> int:
         if json_output is not None:
             json_output.write(json.dumps(results_of(arguments, heads, ranked, kept), indent=2) + "\n")
         if "picture" in given:
-            save_figure(importance_figure([dataclasses.astuple(each) for each in heads]), given["picture"])
-        print(f"importance of each head, nats a target token{'' if heads_kept is None else '; [ ] is taken out'}")
+            left = {(each.kind, each.layer, each.head) for each in kept}
+            taken_out = [place for each in heads if (place := (each.kind, each.layer, each.head)) not in left]
+            figure = importance_figure([dataclasses.astuple(each) for each in heads], taken_out)
+            save_figure(figure, given["picture"])
+        meaning = "" if heads_kept is None else "; [ ] is taken out, each attention keeps at least one"
+        print(f"importance of each head, nats a target token{meaning}")
         print(importance_table(heads, kept))
         if heads_kept is not None:
             smaller = prune_heads(model, pruned_heads_of(model.config, kept))
@@ -103,6 +107,8 @@ def check_arguments(given: dict[str, Any]) -> None:
     if "-" in files:
         raise ValueError("prune reads and writes files; '-' is not one.")
     if "picture" in given:
+        if os.path.splitext(given["picture"])[1].lower() not in PICTURE_FORMATS:
+            raise ValueError(f"--picture must end in one of {', '.join(PICTURE_FORMATS)}, got {given['picture']}.")
         check_picture_path(given["picture"])
         importance_figure([("encoder", 0, 0, 1.0)])  # without matplotlib it fails now
 
