@@ -367,7 +367,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         figure.savefig(picture, format=path.suffix.lower()[1:], dpi=DOTS_PER_INCH)
-    missing = {}
+    missing: dict[str, None] = {}  # in order
     for each in caught:
         if found := re.match(r"Glyph (\d+) .*missing from", str(each.message)):
             missing[chr(int(found.group(1)))] = None
