@@ -42,6 +42,9 @@ VERBS = {
 READ_FORMATS = ("marian", "nn_transformer", "fairseq", "annotated", "joeynmt")
 WRITTEN_FORMATS = ("marian", "ctranslate2", "onnx")
 
+# Those of vanilla_transformer.generation_vanilla_transformer.
+LENGTH_PENALTY_TYPES = ("gnmt", "hub")
+
 TRACEBACK_VARIABLE = "VANILLA_TRANSFORMER_TRACEBACK"
 LONGEST_MESSAGE = 800  # characters; some messages of transformers list every model there is
 
@@ -292,13 +295,7 @@ def translate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--scores", action="store_true", help="write scores beside the text")
     _add_format_arguments(parser, "the translation, in columns with --n_best or --scores")
-    parser.add_argument(
-        "--length_penalty",
-        type=finite_number,
-        metavar="P",
-        default=argparse.SUPPRESS,
-        help="exponent of the length penalty; above 0, the greater the longer (default: the model's own)",
-    )
+    _add_length_penalty_arguments(parser, "exponent of the length penalty; above 0, the greater the longer")
     parser.add_argument(
         "--max_new_tokens",
         type=whole_number,
@@ -594,6 +591,23 @@ def push_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_length_penalty_arguments(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument(
+        "--length_penalty",
+        type=finite_number,
+        metavar="P",
+        default=argparse.SUPPRESS,
+        help=f"{meaning} (default: the model's own)",
+    )
+    parser.add_argument(
+        "--length_penalty_type",
+        choices=LENGTH_PENALTY_TYPES,
+        default=argparse.SUPPRESS,
+        help="gnmt divides a log-probability by ((5 + length) / 6) ** P, as in the paper; hub by length ** P, as in "
+        "transformers and fairseq (default: the model's own)",
+    )
+
+
 def _add_format_arguments(parser: argparse.ArgumentParser, text: str) -> None:
     """What `translate` and `score` have in common: how numbers are written."""
     parser.add_argument(
@@ -642,13 +656,7 @@ def score_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--normalized", action="store_true", help="as text, write the score in place of the log-probability"
     )
-    parser.add_argument(
-        "--length_penalty",
-        type=finite_number,
-        metavar="P",
-        default=argparse.SUPPRESS,
-        help="exponent of the length penalty in the score (default: the model's own)",
-    )
+    _add_length_penalty_arguments(parser, "exponent of the length penalty in the score")
     return parser
 
 

@@ -218,10 +218,16 @@ def test_n_best_and_scores_are_columns(capsys, folder, tiny_tokenizer, source):
 
 
 def test_what_decoding_is_told_arrives(capsys, folder, tiny_tokenizer, source):
-    settings = {"num_beams": 2, "length_penalty": 3.0, "max_new_tokens": 4}
-    lines = [
-        best.text for (best,) in translate_lines(varied_model(tiny_tokenizer), tiny_tokenizer, SOURCES, **settings)
-    ]
+    settings = {"num_beams": 6, "length_penalty": 1.0, "length_penalty_type": "hub", "max_new_tokens": 8}
+    others = {"num_beams": 1, "length_penalty": 0.0, "length_penalty_type": "gnmt", "max_new_tokens": 11}
+
+    def texts(**settings):
+        model = varied_model(tiny_tokenizer)
+        return [best.text for (best,) in translate_lines(model, tiny_tokenizer, SOURCES, **settings)]
+
+    lines = texts(**settings)
+    for name in settings:  # each of them matters
+        assert texts(**{**settings, name: others[name]}) != lines, name
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     code, out, _ = run(capsys, "translate", "--model", folder, "--input", source, *flags)
     assert (code, out.split("\n")) == (0, [*lines, ""])
@@ -304,6 +310,10 @@ def test_score_writes_the_log_probability_of_each_line(capsys, folder, tiny_toke
     assert (code, out) == (0, "")
     given = [float(line) for line in gzip.decompress(zipped.read_bytes()).splitlines()]
     assert given == pytest.approx([a / b for a, b in zip(expected, penalties, strict=True)], rel=1e-6, abs=1e-4)
+    hub = ["--length_penalty_type", "hub", "--length_penalty", "2"]
+    code, out, _ = run(capsys, *flags, "--normalized", *hub)
+    per_square = [total / len(row) ** 2 for total, row in zip(expected, ids, strict=True)]
+    assert [float(line) for line in out.splitlines()] == pytest.approx(per_square, rel=1e-6, abs=1e-4)
     code, out, _ = run(capsys, *flags, "--normalized", "--length_penalty", "0")
     assert [float(line) for line in out.splitlines()] == pytest.approx(expected, rel=1e-6, abs=1e-4)
 

@@ -22,6 +22,8 @@ TRAINING_BLOCKS = [block for block in SHELL_BLOCKS if "-m venv" not in block]
 # Long runs of real text are shortened, and small files written by the test take the place of the reader's.
 SHORTER = {
     "--last 5": "--last 2",
+    "--last 10": "--last 2",
+    "--recipe multi30k_tokenized": "--recipe multi30k_tokenized --max_steps 4 --eval_steps 2 --save_steps 2",
     "--max_steps 3600": "--max_steps 4 --eval_steps 2 --save_steps 2",
     "--recipe multi30k_tiny": "--recipe multi30k_tiny --max_steps 4 --eval_steps 2 --save_steps 2",
 }
@@ -85,9 +87,10 @@ def test_shell_blocks_run_one_after_another(folder_with_demo):
         (folder_with_demo / f"{name}.de").write_text("".join(f"Ein Mann hat {n} rote Hüte.\n" for n in numbers))
     bin_folder = folder_with_demo / "bin"
     bin_folder.mkdir(exist_ok=True)
-    command = bin_folder / "vanilla-transformer"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m vanilla_transformer_cli "$@"\n')
-    command.chmod(0o755)
+    for name, module in {"vanilla-transformer": "vanilla_transformer_cli", "sacrebleu": "sacrebleu"}.items():
+        command = bin_folder / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        command.chmod(0o755)
     for block in TRAINING_BLOCKS:
         for long, short in SHORTER.items():
             block = block.replace(long, short)

@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
         )
         settings: Any = model.generation_config
         penalty = ranking_penalty(
-            given.get("length_penalty", settings.length_penalty), getattr(settings, "length_penalty_type", None)
+            given.get("length_penalty", settings.length_penalty),
+            given.get("length_penalty_type", getattr(settings, "length_penalty_type", None)),
         )
         names = ["standard input" if path == "-" else path for path in (arguments.source, arguments.target)]
         sources, targets = tee(read_lines(arguments.source)), tee(read_lines(arguments.target))

@@ -15,7 +15,7 @@ from vanilla_transformer.translation import Hypothesis, json_line, load_translat
 from vanilla_transformer_cli import translate_parser
 
 
-GENERATION_ARGUMENTS = ("num_beams", "length_penalty", "max_new_tokens")
+GENERATION_ARGUMENTS = ("num_beams", "length_penalty", "length_penalty_type", "max_new_tokens")
 
 
 def main(argv: list[str]) -> int:
