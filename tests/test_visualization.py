@@ -367,8 +367,9 @@ def test_labels_of_a_row_of_panels_stay_clear_of_the_next_rows_titles(rows, colu
         labels = min(label.get_window_extent().y0 for label in above.get_xticklabels())
         assert labels > below.title.get_window_extent().y1
         assert below.get_window_extent().height > 20
-    assert min(label.get_window_extent().y0 for label in panels[-1].get_xticklabels()) >= 0
-    assert min(label.get_window_extent().x0 for label in panels[0].get_yticklabels()) >= 0
+    # Older versions of matplotlib lay text out a pixel or so beyond the edge, where no letter has ink.
+    assert min(label.get_window_extent().y0 for label in panels[-1].get_xticklabels()) >= -2
+    assert min(label.get_window_extent().x0 for label in panels[0].get_yticklabels()) >= -2
 
 
 @pytest.mark.parametrize("chosen", [{}, {"layer": 0, "head": 0}])
