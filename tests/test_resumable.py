@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,7 +92,8 @@ def test_parts_of_another_run_are_refused_and_stay(source, tmp_path):
     Path(source).write_text("".join(f"line {number}\n" for number in range(10, 0, -1)), encoding="utf-8")
     with pytest.raises(ValueError, match="other source"):
         write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(), lines_per_part=3)
-    assert (Path(f"{output}.parts") / "part-000000").read_text() == doubled(3)
+    part = (Path(f"{output}.parts") / "part-000000").read_text()
+    assert part == f"{doubled(3)}end of part, {len(doubled(3))} bytes before\n"
     for broken in ("[]", "{"):
         (Path(f"{output}.parts") / "run.json").write_text(broken)
         with pytest.raises(ValueError, match="is no record of a run"):
@@ -98,6 +101,71 @@ def test_parts_of_another_run_are_refused_and_stay(source, tmp_path):
     (Path(f"{output}.parts") / "run.json").unlink()
     with pytest.raises(ValueError, match="is not empty and no folder of parts"):
         write_in_parts(source, output, {"beams": 4, "model": "a"}, Doubling(), lines_per_part=3)
+
+
+@pytest.mark.parametrize("left", [0, 1, 20, -1])
+def test_a_part_that_was_cut_short_is_made_again(source, tmp_path, left):
+    """As a machine that fails may leave it: not a line is lost."""
+    output = tmp_path / "output.txt"
+    with pytest.raises(OSError, match="No space"):
+        write_in_parts(source, str(output), {}, Doubling(fails_at=8), lines_per_part=3)
+    part = Path(f"{output}.parts") / "part-000001"
+    part.write_bytes(part.read_bytes()[:left])
+    second = Doubling()
+    write_in_parts(source, str(output), {}, second, lines_per_part=3)
+    assert second.asked == [4, 7, 10]
+    assert output.read_text() == doubled()
+
+
+@pytest.mark.parametrize("lines", [4, 10, 20])
+def test_a_source_that_changes_meanwhile_is_told_and_no_output_appears(source, tmp_path, lines):
+    """Shorter, as long as before, or longer; even if it is put back, no part of the other text is used."""
+    output, before = tmp_path / "output.txt", Path(source).read_text()
+
+    def changing(part, first_line):
+        yield from part
+        Path(source).write_text("".join(f"other {number}\n" for number in range(lines)), encoding="utf-8")
+
+    with pytest.raises(ValueError, match="was changed while it was translated; remove "):
+        write_in_parts(source, str(output), {}, changing, lines_per_part=3)
+    Path(source).write_text(before, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other source\); remove it to start anew"):
+        write_in_parts(source, str(output), {}, Doubling(), lines_per_part=3)
+    assert not output.exists()
+    shutil.rmtree(f"{output}.parts")
+    write_in_parts(source, str(output), {}, Doubling(), lines_per_part=3)
+    assert output.read_text() == doubled()
+
+
+def test_a_process_that_is_waited_for_is_named(source, tmp_path, monkeypatch):
+    """Of two, the other one never comes."""
+    monkeypatch.setattr(resumable, "process_number", lambda: (0, 2))
+    monkeypatch.setattr(resumable, "meetings", lambda: contextlib.nullcontext(lambda: None))
+    monkeypatch.setattr(resumable, "SECONDS_OF_SILENCE", 60)
+    told, clock = [], iter(range(0, 1000, 50))
+    monkeypatch.setattr(resumable.logger, "warning", told.append)
+
+    def tired(seconds):
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(resumable, "time", SimpleNamespace(sleep=tired, monotonic=lambda: next(clock)))
+    with pytest.raises(KeyboardInterrupt):
+        write_in_parts(source, str(tmp_path / "output.txt"), {}, Doubling(), lines_per_part=3)
+    assert told == ["waits for 2 parts of other processes, part-000001 of process 1 first"] * 2
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_in_nobodys_way(source, tmp_path):
+    """In a container each process may have the number 1."""
+    output = tmp_path / "output.txt"
+    (tmp_path / f".output.txt.{os.getpid()}.tmp").write_text("half")
+    folder = Path(f"{output}.parts")
+    with pytest.raises(OSError, match="No space"):
+        write_in_parts(source, str(output), {}, Doubling(fails_at=5), lines_per_part=3)
+    (folder / f".part-000001.{os.getpid()}.tmp").write_text("half")
+    write_in_parts(source, str(output), {}, Doubling(), lines_per_part=3)
+    assert output.read_text() == doubled()
+    assert not folder.exists()
 
 
 def test_what_someone_keeps_in_the_folder_of_parts_stays(source, tmp_path):

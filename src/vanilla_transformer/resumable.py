@@ -1,15 +1,16 @@
 """A large file in parts: translated by several processes, and on from where a killed run stopped.
 
 Beside the output `F` grows a folder `F.parts` with one file for each so many lines of the input. A part appears whole
-or not at all, so that whoever starts again finds what is done. Processes share the parts by number: they meet at the
-start and then need only a file system that all of them see. When all parts are there the first process puts them
-together, in order, and removes the folder.
+or not at all, and its last line says how long it is, so that whoever starts again finds what is done. Processes share
+the parts by number: they meet at the start and then need only a file system that all of them see. When all parts are
+there the first process puts them together, in order, and removes the folder.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ from vanilla_transformer.translation import open_output
 logger = logging.get_logger(__name__)
 
 RUN = "run.json"
+SECONDS_OF_SILENCE = 60  # between two lines that say what is waited for
 LINES_PER_PART = 2000  # enough for batches of like length, few enough to lose little and to share evenly
 
 
@@ -68,8 +70,8 @@ def write_in_parts(
         poll_seconds: How often the first process looks for the parts of the others.
 
     Raises:
-        ValueError: The source or the output is no file, `F.parts` holds parts of another run, or RANK and WORLD_SIZE
-            make no sense.
+        ValueError: The source or the output is no file, or the source changes meanwhile; `F.parts` holds parts of
+            another run, or RANK and WORLD_SIZE make no sense.
         OSError: A file cannot be read or written; finished parts stay.
     """
     number, count = process_number()
@@ -78,7 +80,15 @@ def write_in_parts(
     if output == "-" or (os.path.exists(output) and not os.path.isfile(output)):
         raise ValueError(f"a translation in parts needs a file as output, got {output}.")
     folder = Path(f"{output}.parts")
+    changed = os.stat(source).st_mtime_ns
     run = {"source": fingerprint(source), "lines_per_part": lines_per_part, **settings}
+
+    def check_source() -> None:
+        if os.stat(source).st_mtime_ns != changed and fingerprint(source) != run["source"]:
+            with open_output(str(folder / RUN)) as file:  # so that nobody goes on with parts of before and after
+                json.dump({**run, "source": "changed while it was translated"}, file)
+            raise ValueError(f"{source} was changed while it was translated; remove {folder} and start again.")
+
     with meetings() as meet:
         if number == 0:
             claim(folder, run)
@@ -86,24 +96,40 @@ def write_in_parts(
         if number != 0:
             claim(folder, run)
         parts = -(-sum(1 for _ in read_lines(source)) // lines_per_part)
-        mine = {part for part in range(number, parts, count) if not (folder / name_of(part)).exists()}
+        mine = {part for part in range(number, parts, count) if not is_whole(folder / name_of(part))}
         meet()  # from here on nobody looks for what was done before, and so the first may clear it away at the end
     for part, first_line, lines in blocks(source, lines_per_part):
         if part in mine:
             with open_output(str(folder / name_of(part))) as file:
-                file.writelines(f"{line}\n" for line in work(lines, first_line))
+                size = 0
+                for line in work(lines, first_line):
+                    size += len(line.encode()) + 1
+                    file.write(f"{line}\n")
+                file.write(end_of_part(size))
     if number != 0:
         return
     wanted = [folder / name_of(part) for part in range(parts)]
-    while missing := [path for path in wanted if not path.exists()]:
+    told = time.monotonic()
+    while missing := [path for path in wanted if not is_whole(path)]:
+        check_source()
         if count == 1:
             raise FileNotFoundError(f"{missing[0]} vanished while the others were made; start again.")
+        if time.monotonic() - told > SECONDS_OF_SILENCE:
+            told = time.monotonic()
+            process = int(missing[0].name.partition("-")[2]) % count
+            logger.warning(
+                f"waits for {len(missing)} parts of other processes, {missing[0].name} of process {process} first"
+            )
         time.sleep(poll_seconds)
+    check_source()
     whole = folder / f"whole{'.gz' if output.lower().endswith('.gz') else ''}"
     with open_output(str(whole)) as file:
         for path in wanted:
             with open(path, encoding="utf-8", newline="\n") as part_file:
-                shutil.copyfileobj(part_file, file)
+                held = next(part_file)
+                for line in part_file:  # all but the last, which is the mark of the end
+                    file.write(held)
+                    held = line
     target = os.path.realpath(output)  # a symbolic link stays one
     if os.path.exists(target):
         shutil.copymode(target, whole)
@@ -135,6 +161,23 @@ def blocks(source: str, lines_per_part: int) -> Iterator[tuple[int, int, list[st
 def name_of(part: int) -> str:
     """File of a part."""
     return f"part-{part:06d}"
+
+
+def end_of_part(size: int) -> str:
+    """The last line of a part with so many bytes before it."""
+    return f"end of part, {size} bytes before\n"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a part is there and all of it, which a failure of the machine may have cut short."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 100))
+            end = re.search(rb"(?:\A|\n)(end of part, (\d+) bytes before\n)\Z", file.read())
+    except FileNotFoundError:
+        return False
+    return end is not None and int(end[2]) == size - len(end[1])
 
 
 def claim(folder: Path, settings: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 import sys
 import warnings
@@ -660,7 +661,8 @@ def open_output(path: str) -> Iterator[TextIO]:
         return
     target = os.path.realpath(path)  # a symbolic link stays one
     folder, base = os.path.split(target)
-    temporary = os.path.join(folder, f".{base}.{os.getpid()}.tmp")
+    # A name that no killed process has left behind: in a container each may have the number 1.
+    temporary = os.path.join(folder, f".{base}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     opener = gzip.open if path.lower().endswith(".gz") else open
     try:
         file = opener(temporary, "xt", encoding="utf-8", newline="\n")
@@ -669,6 +671,8 @@ def open_output(path: str) -> Iterator[TextIO]:
     try:
         with naming_what_is_full(path), file:
             yield file
+        with naming_what_is_full(path), open(temporary, "rb") as written:
+            os.fsync(written.fileno())  # before it takes its name, or a power failure could leave a part under it
         if os.path.exists(target):
             shutil.copymode(target, temporary)
         os.replace(temporary, target)
