@@ -20,7 +20,7 @@ import vanilla_transformer_cli as cli
 from conftest import TINY_CORPUS
 from small_models import reference_sentence
 from translators import CopyModel, varied_model
-from vanilla_transformer import translation
+from vanilla_transformer import generation_vanilla_transformer, translation
 from vanilla_transformer.commands import evaluate, translate
 from vanilla_transformer.evaluation import corpus_scores, perplexity
 from vanilla_transformer.tokenization import train_tokenizer
@@ -215,6 +215,10 @@ def test_n_best_and_scores_are_columns(capsys, folder, tiny_tokenizer, source):
         assert (line, length, text) == (str(number), str(len(hypothesis.token_ids)), hypothesis.text)
         assert float(score) == pytest.approx(hypothesis.score, abs=1e-5)
         assert float(log_prob) == pytest.approx(hypothesis.log_prob, abs=1e-5)
+
+
+def test_the_types_of_length_penalty_are_those_of_the_model():
+    assert cli.LENGTH_PENALTY_TYPES == generation_vanilla_transformer.LENGTH_PENALTY_TYPES
 
 
 def test_what_decoding_is_told_arrives(capsys, folder, tiny_tokenizer, source):

@@ -109,8 +109,8 @@ def write_in_parts(
     if number != 0:
         return
     wanted = [folder / name_of(part) for part in range(parts)]
-    told = time.monotonic()
-    while missing := [path for path in wanted if not is_whole(path)]:
+    told, missing = time.monotonic(), wanted
+    while missing := [path for path in missing if not is_whole(path)]:
         check_source()
         if count == 1:
             raise FileNotFoundError(f"{missing[0]} vanished while the others were made; start again.")
@@ -205,7 +205,7 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
         before = wanted
     if before == wanted:
         if parts and process_number()[0] == 0:
-            logger.warning(f"goes on with the {len(parts)} parts in {folder}")
+            logger.warning(f"goes on with the {sum(map(is_whole, parts))} parts in {folder}")
         return
     differs = sorted(key for key in {*before, *wanted} if before.get(key) != wanted.get(key))
     raise ValueError(
