@@ -19,7 +19,7 @@ import pytest
 import vanilla_transformer_cli as cli
 from conftest import TINY_CORPUS
 from small_models import reference_sentence
-from translators import CopyModel, varied_model
+from translators import CopyModel, varied_marian, varied_model
 from vanilla_transformer import generation_vanilla_transformer, translation
 from vanilla_transformer.commands import evaluate, translate
 from vanilla_transformer.evaluation import corpus_scores, perplexity
@@ -235,6 +235,19 @@ def test_what_decoding_is_told_arrives(capsys, folder, tiny_tokenizer, source):
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     code, out, _ = run(capsys, "translate", "--model", folder, "--input", source, *flags)
     assert (code, out.split("\n")) == (0, [*lines, ""])
+
+
+def test_another_familys_model_knows_the_length_penalty_of_transformers_alone(
+    capsys, tiny_tokenizer, source, tmp_path
+):
+    varied_marian(tiny_tokenizer).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    flags = ["translate", "--model", str(tmp_path), "--input", source, "--max_new_tokens", "4"]
+    assert run(capsys, *flags, "--length_penalty_type", "hub")[:2] == run(capsys, *flags)[:2]
+    code, out, err = run(capsys, *flags, "--length_penalty_type", "gnmt")
+    assert (code, out) == (2, "")
+    assert "--length_penalty_type gnmt is for models of this package" in err
+    assert err.count("\n") == 1
 
 
 def test_json_lines_say_every_number_of_every_hypothesis(capsys, folder, tiny_tokenizer, source):

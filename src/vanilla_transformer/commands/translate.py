@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from itertools import tee
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data import read_lines
 from vanilla_transformer.resumable import identity_of_model, local_device, process_number, write_in_parts
 from vanilla_transformer.translation import Hypothesis, json_line, load_translator, open_output, translate_lines
@@ -79,6 +80,13 @@ class Translator:
         self.as_json = arguments.output_format == "jsonl"
         self.model, self.tokenizer = open_translator(arguments)
         self.settings = {name: given[name] for name in GENERATION_ARGUMENTS if name in given}
+        own = VanillaTransformerConfig.model_type
+        of_transformers = isinstance(self.model, PreTrainedModel) and self.model.config.model_type != own
+        if of_transformers and self.settings.pop("length_penalty_type", "hub") != "hub":
+            raise ValueError(
+                f"--length_penalty_type gnmt is for models of this package; {arguments.model} holds a "
+                f"{type(self.model).__name__}, which knows length ** P only."
+            )
         num_beams = self.settings.get("num_beams") or self.model.generation_config.num_beams or 1
         if arguments.n_best > num_beams:
             raise ValueError(
