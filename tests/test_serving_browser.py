@@ -115,6 +115,22 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"waited in vain for {what}")
 
 
+def wait_until_equal(found: Callable[[], Any], expected: Any, what: str) -> None:
+    """A page shows its parts one after the other, some of them faded in: nothing of it is compared only once."""
+    last = None
+
+    def compare() -> bool:
+        nonlocal last
+        last = found()
+        return last == expected
+
+    try:
+        wait_for(compare, what)
+    except AssertionError:
+        assert last == expected, what
+        raise
+
+
 class User:
     """One browser with the page open."""
 
@@ -140,8 +156,23 @@ class User:
         self.browser.execute_script("arguments[0].click()", self.one(selector))
 
     def tab(self, name: str) -> None:
-        (tab,) = [each for each in self.all("button[role=tab]") if each.text.strip() == name and each.is_displayed()]
-        tab.click()
+        def press() -> bool:
+            (tab,) = [each for each in self.all("button[role=tab]") if each.text.strip() == name]
+            tab.click()
+            return True
+
+        wait_for(press, f"the tab {name}")
+
+    def choose(self, selector: str, labels: list[str], index: int) -> None:
+        """Opens a list, which shows these labels (up to a colon), and takes one of them."""
+        wait_for(lambda: self.one(selector).click() or True, selector)
+
+        def shown() -> list[str]:
+            return [each.text.split(":")[0].removeprefix("✓").strip() for each in self.all("[role=option]")]
+
+        wait_until_equal(shown, labels, f"the list of {selector}")
+        wait_for(lambda: self.all("[role=option]")[index].click() or True, labels[index])
+        wait_for(lambda: not self.all("[role=option]"), "the list's end")
 
     def fill(self, selector: str, text: str) -> None:
         """As if typed, whatever its characters."""
@@ -211,22 +242,18 @@ def test_text_in_translations_scores_and_attention_out_and_nothing_asked_of_othe
     expected = models.answers("first", SENTENCES, 2)
     best = "\n".join(ranked[0] for ranked in expected)
     wait_for(lambda: user.value("#target textarea") == best, "the translation")
-    rows = wait_for(lambda: len(user.table()) == 4 and user.table(), "the table")
-    assert [(row[0], row[1], row[5]) for row in rows] == [
-        (line, str(rank + 1), " ".join(expected[int(line) - 1][rank].split())) for line in "13" for rank in (0, 1)
-    ]
-    assert all(float(row[2]) < 0 and float(row[3]) < 0 and int(row[4]) > 0 for row in rows)
+    ranks = [(line, rank) for line in (1, 3) for rank in (1, 2)]
+    wait_until_equal(
+        lambda: [(row[0], row[1], row[5]) for row in user.table()],
+        [(str(line), str(rank), " ".join(expected[line - 1][rank - 1].split())) for line, rank in ranks],
+        "the table",
+    )
+    assert all(float(row[2]) < 0 and float(row[3]) < 0 and int(row[4]) > 0 for row in user.table())
     attention = user.attention()
     user.picture("translated")
-    user.one("#line input").click()
-    options = wait_for(lambda: user.all("[role=option]"), "the list of translations")
-    assert [each.text.split(":")[0].removeprefix("✓").strip() for each in options] == [
-        f"line {line}, rank {rank}" for line in (1, 3) for rank in (1, 2)
-    ]
-    options[2].click()
+    user.choose("#line input", [f"line {line}, rank {rank}" for line, rank in ranks], 2)
     wait_for(lambda: user.attention() != attention, "the attention of another line")
-    wait_for(user.lines_of_attention, "lines between its tokens")
-    assert min(user.lines_of_attention()) > 50
+    wait_for(lambda: min(user.lines_of_attention(), default=0) > 50, "lines between its tokens")
     user.picture("attention")
     asked = user.hosts()
     assert any(url.startswith(address) for url in asked)
@@ -237,9 +264,10 @@ def test_what_cannot_be_translated_is_told_on_the_page(user, tmp_path):
     user.fill("#source textarea", " \n ")
     user.click("#translate")
     assert "nothing to translate" in user.error()
-    assert user.value("#target textarea") == ""  # and nothing of an earlier text beside it
-    assert user.all("#attention iframe") == []
-    assert [each for row in user.table() for each in row if each] == []
+    # and nothing of an earlier text beside it
+    wait_until_equal(lambda: user.value("#target textarea"), "", "no translation")
+    wait_until_equal(lambda: user.all("#attention iframe"), [], "no attention")
+    wait_until_equal(lambda: [each for row in user.table() for each in row if each], [], "no table")
     user.fill("#source textarea", "word " * 1500)
     user.click("#translate")
     assert "more than the 1,024 that this model takes" in user.error()
@@ -277,13 +305,12 @@ def test_hostile_text_stays_text(user):
 
 
 def test_an_example_fills_the_box_and_another_model_answers_otherwise(user, models):
-    (example,) = [each for each in user.all("button, td") if each.text.strip() == "Two dogs are playing in the snow."]
-    example.click()
+    def example() -> list[Any]:
+        return [each for each in user.all("button, td") if each.text.strip() == "Two dogs are playing in the snow."]
+
+    wait_for(lambda: len(example()) == 1 and (example()[0].click() or True), "the list of examples")
     wait_for(lambda: user.value("#source textarea") == "Two dogs are playing in the snow.", "the example")
-    user.one("#model input").click()
-    options = wait_for(lambda: user.all("[role=option]"), "the list of models")
-    assert [each.text.removeprefix("✓").strip() for each in options] == ["first (en to de)", "second"]
-    options[1].click()
+    user.choose("#model input", ["first (en to de)", "second"], 1)
     user.click("#translate")
     ((expected,),) = models.answers("second", ["Two dogs are playing in the snow."])
     wait_for(lambda: user.value("#target textarea") == expected, "the second model's translation")
@@ -311,7 +338,7 @@ def test_two_users_at_once_each_get_their_own(user, address, models, tmp_path):
             found = answer.read().decode("utf-8").split("\n")
         assert found.pop() == ""
         assert found == [best for best, *_ in models.answers("first", lines)]
-        assert other.value("#state textarea, #state input").startswith("400 lines in ")
+        wait_for(lambda: other.value("#state textarea, #state input").startswith("400 lines in "), "the end's line")
         other.click("#translate_file")
         wait_for(lambda: "of 400 lines" in other.value("#state textarea, #state input"), "progress")
         (tmp_path / "pears.txt").write_text("one pear\n", encoding="utf-8")
