@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 import vanilla_transformer_cli
 from test_train_command import QUICK, SMALL, files, flags, launched, trainer_state  # noqa: F401
-from test_training import arguments, resumable
+from test_training import arguments
 
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train.py"
@@ -43,26 +42,6 @@ def assert_same_run(one: Path, other: Path, updates: int) -> None:
 
 
 # --- Another number of processes -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes, told",
-    [
-        ({}, None),
-        ({"gradient_accumulation_steps": 1}, "1 x 2 before, 1 x 1 now; --gradient_accumulation_steps 2 keeps them"),
-        ({"tokens_per_batch": 60}, "--tokens_per_batch 40 before, 60 now"),
-    ],
-    ids=["none", "accumulation", "tokens"],
-)
-def test_a_run_that_goes_on_in_other_batches_is_told(tmp_path, caplog, monkeypatch, changes, told):
-    monkeypatch.setattr(logging.getLogger("vanilla_transformer"), "propagate", True)
-    resumable(tmp_path, max_steps=5)[1].train()
-    with caplog.at_level(logging.WARNING, logger="vanilla_transformer"):
-        resumable(tmp_path, max_steps=6, **changes)[1].train(resume_from_checkpoint=True)
-    warnings = [record.message for record in caplog.records if "other batches" in record.message]
-    assert len(warnings) == (told is not None)
-    if told is not None:
-        assert told in warnings[0]
 
 
 @pytest.mark.slow

@@ -194,17 +194,41 @@ def test_settings_may_change_as_long_as_no_part_is_done(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["generation_config.json", "tokenizer_config.json", "config.json", "model.safetensors"]
+    "name",
+    [
+        "generation_config.json",
+        "tokenizer_config.json",
+        "config.json",
+        "model.safetensors",
+        "decoder.onnx",
+        "model.bin",
+    ],
 )
 def test_a_model_is_another_one_after_any_change_that_translations_depend_on(model, tmp_path, name):
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
+    (folder / name).touch()  # some are of other engines
     before = identity_of_model(str(folder))
     (folder / "README.md").write_text("A card.")
     (folder / "training_run.json").write_text("{}")
     assert identity_of_model(str(folder)) == before
     os.utime(folder / name, ns=(1, 1))
     assert identity_of_model(str(folder)) != before
+
+
+def test_two_runs_do_not_make_one_output_at_the_same_time(tmp_path):
+    """Before its first part is there, the record of a run could be replaced by that of another."""
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text("a\nb\n")
+
+    def work_and_be_disturbed(lines, first):
+        with pytest.raises(BlockingIOError, match="wait for its end, or give another --output"):
+            write_in_parts(str(source), str(output), {"beams": 5}, Doubling())
+        yield from Doubling()(lines, first)
+
+    write_in_parts(str(source), str(output), {"beams": 4}, work_and_be_disturbed)
+    assert output.read_text() == "1: a\nA\n2: b\nB\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 9, 10])

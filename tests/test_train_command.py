@@ -23,6 +23,7 @@ import vanilla_transformer_cli
 from vanilla_transformer.commands.train import new_config, parse, read_recipe
 from vanilla_transformer.evaluation import corpus_scores, perplexity
 from vanilla_transformer.hub import TrainingRun
+from vanilla_transformer.locks import sole_writer
 from vanilla_transformer.translation import load_translator, translate_lines
 
 
@@ -943,3 +944,77 @@ def test_resuming_from_another_run_does_not_overwrite_a_model(tmp_path, capsys):
     assert vanilla_transformer_cli.main(["train", *files, "--output_dir", str(good), *resume]) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert [path.name for path in good.iterdir()] == ["config.json"]
+
+
+# --- Going on with a run ---------------------------------------------------------------------------------------------
+
+
+def going_on(output: Path, *more: str) -> list[str]:
+    """Arguments of the run of the fixture, 40 updates long, which goes on in a copy."""
+    strategy = ["--eval_strategy", "steps", "--eval_steps", "20", "--save_strategy", "steps", "--save_steps", "20"]
+    settings = ["--tokens_per_batch", "300", "--learning_rate", "0.01", "--max_steps", "40", *strategy]
+    return [*QUICK, *settings, "--output_dir", str(output), "--resume_from_checkpoint", "true", *more]
+
+
+def errors_of(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+
+
+def test_a_checkpoint_without_its_vocabulary_takes_that_of_its_run_and_none_is_learnt_anew(
+    capsys, tmp_path, run, files
+):
+    """Other text would give the same number of words other meanings, and the shapes would not tell."""
+    copied = tmp_path / "model"
+    shutil.copytree(run, copied)
+    (copied / "checkpoint-30" / "tokenizer.json").unlink()
+    kept = (copied / "tokenizer.json").read_bytes()
+    assert train(*flags(files), *SMALL, *going_on(copied)) == 0
+    for folder in (copied, copied / "checkpoint-40"):
+        assert (folder / "tokenizer.json").read_bytes() == kept
+    for folder in (copied, copied / "checkpoint-40"):
+        (folder / "tokenizer.json").unlink()
+    before = snapshot(copied)
+    capsys.readouterr()
+    assert train(*flags(files), *SMALL, *going_on(copied, "--max_steps", "50")) == 2
+    (error,) = errors_of(capsys)
+    assert f"neither it nor {copied} has the run's tokenizer.json" in error
+    assert snapshot(copied) == before
+    assert train(*flags(files), *SMALL[:-2], *going_on(copied, "--max_steps", "50"), "--tokenizer", str(run)) == 0
+
+
+def test_a_run_cannot_go_on_with_another_vocabulary_of_the_same_size(capsys, tmp_path, run, files):
+    copied, other = tmp_path / "model", tmp_path / "other"
+    shutil.copytree(run, copied)
+    AutoTokenizer.from_pretrained(run).train_new_from_iterator(["another text " * 20] * 20, 300).save_pretrained(other)
+    capsys.readouterr()
+    assert train(*flags(files), *SMALL[:-2], *going_on(copied), "--tokenizer", str(other)) == 2
+    (error,) = errors_of(capsys)
+    assert f"--tokenizer {other} has another tokenizer than the one it was trained with" in error
+    assert train(*flags(files), *SMALL[:-2], *going_on(copied), "--tokenizer", str(run)) == 0
+
+
+def test_a_run_that_goes_on_with_other_files_or_languages_is_told(capsys, tmp_path, run, files):
+    copied, shorter = tmp_path / "model", dict(files)
+    shutil.copytree(run, copied)
+    for side in ("source", "target"):
+        lines = Path(files[f"--train_{side}"]).read_text(encoding="utf-8").splitlines()
+        shorter[f"--train_{side}"] = write_lines(tmp_path / f"train.{side}", lines[1:])
+    capsys.readouterr()
+    assert train(*flags(shorter), *SMALL, *going_on(copied, "--seed", "3")) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "was trained otherwise" in line]
+    assert len(told) == 1
+    assert "training text of 80 pairs before, 79 now" in told[0]
+    assert "seed of the text's order 42 before, 3 now" in told[0]
+
+
+def test_two_runs_do_not_mix_their_files_in_one_folder(capsys, tmp_path, files):
+    """The second is refused while the first trains, and leaves everything as it is."""
+    output = tmp_path / "model"
+    with sole_writer(output, ""):
+        before = snapshot(tmp_path)
+        capsys.readouterr()
+        assert train(*flags(files), *SMALL, *QUICK, "--max_steps", "1", "--output_dir", output) == 2
+        (error,) = errors_of(capsys)
+        assert f"another run is writing into {output}: wait for its end, or give another --output_dir" in error
+        assert snapshot(tmp_path) == before
+    assert train(*flags(files), *SMALL, *QUICK, "--max_steps", "1", "--output_dir", output) == 0

@@ -700,6 +700,13 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> Any:
     )
 
 
+def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers give the same ids, as far as their rules tell, or, without such, their vocabularies."""
+    if any(getattr(each, "backend_tokenizer", None) is None for each in (one, other)):
+        return one.get_vocab() == other.get_vocab()
+    return _tokenizer_identity(one)[1] == _tokenizer_identity(other)[1]
+
+
 def token_lengths(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Counts the tokens of each pair of a dataset of `tokenize_pairs`.
 

@@ -139,6 +139,7 @@ class TrainingRun:
         corpora: Where several were mixed, one mapping each: `files`, `weight`, `pairs` (not of a stream).
         streamed: Whether the text was read as a stream, through a shuffle buffer of `shuffle_buffer_size` pairs.
         training_pairs, validation_pairs: Pairs of sentences used.
+        training_text: Digest of the lengths of the training pairs in tokens, which tells one text from another.
         preset, config_overrides, recipe: As given to `train`.
         base_model: Name of the model that was fine-tuned.
         averaged: Names of the checkpoints whose mean the weights are.
@@ -165,6 +166,7 @@ class TrainingRun:
     shuffle_buffer_size: int | None = None
     training_pairs: int | None = None
     validation_pairs: int | None = None
+    training_text: str | None = None
     preset: str | None = None
     config_overrides: list[str] = field(default_factory=list)
     recipe: str | None = None

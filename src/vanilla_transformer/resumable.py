@@ -22,6 +22,7 @@ import torch
 from transformers.utils import cached_file, logging
 
 from vanilla_transformer.data import read_lines
+from vanilla_transformer.locks import sole_writer
 from vanilla_transformer.translation import open_output
 
 
@@ -72,6 +73,7 @@ def write_in_parts(
     Raises:
         ValueError: The source or the output is no file, or the source changes meanwhile; `F.parts` holds parts of
             another run, or RANK and WORLD_SIZE make no sense.
+        BlockingIOError: Another run makes the same output just now.
         OSError: A file cannot be read or written; finished parts stay.
     """
     number, count = process_number()
@@ -80,6 +82,22 @@ def write_in_parts(
     if output == "-" or (os.path.exists(output) and not os.path.isfile(output)):
         raise ValueError(f"a translation in parts needs a file as output, got {output}.")
     folder = Path(f"{output}.parts")
+    advice = "wait for its end, or give another --output."
+    with sole_writer(folder, advice) if number == 0 else contextlib.nullcontext():
+        work_in_parts(source, output, folder, settings, work, lines_per_part, poll_seconds)
+
+
+def work_in_parts(
+    source: str,
+    output: str,
+    folder: Path,
+    settings: dict[str, Any],
+    work: Callable[[list[str], int], Iterable[str]],
+    lines_per_part: int,
+    poll_seconds: float,
+) -> None:
+    """`write_in_parts`, whose folder of parts no other run writes into."""
+    number, count = process_number()
     changed = os.stat(source).st_mtime_ns
     run = {"source": fingerprint(source), "lines_per_part": lines_per_part, **settings}
 
@@ -233,16 +251,18 @@ def fingerprint(path: str) -> dict[str, Any]:
 
 
 def identity_of_model(name: str, revision: str | None = None) -> list[Any]:
-    """What tells a model from another of the same name: names, sizes and times of a folder's files; a Hub's commit."""
+    """What tells a model from another of the same name: names, sizes and times of a folder's files; a Hub's commit.
+
+    Files that say nothing of translations are left out: records, scores, logs, cards, pictures.
+    """
     if not os.path.isdir(name):
         path = cached_file(name, "config.json", revision=revision)
         return [name, Path(path).parent.name if path else None]
-    told = (".json", ".safetensors", ".bin", ".spm", ".model", ".txt", ".jinja")
-    untold = ("training_run.json", "trainer_state.json", "results.json")  # which say nothing of translations
+    untold = ("training_run.json", "trainer_state.json", "results.json", ".md", ".log", ".png", ".tmp", ".lock")
     files = sorted(
         file
         for file in Path(name).iterdir()
-        if file.is_file() and file.name.endswith(told) and not file.name.endswith(untold)
+        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(untold)
     )
     return [os.path.realpath(name), *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
 

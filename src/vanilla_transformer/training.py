@@ -41,6 +41,7 @@ from transformers.utils import logging
 
 from vanilla_transformer.data import TokenBatchSampler, TranslationCollator, token_lengths
 from vanilla_transformer.evaluation import compute_metrics_for, corpus_scores
+from vanilla_transformer.going_on import digest_of_lengths, warn_of_changes
 from vanilla_transformer.hub import (
     RECORD,
     WEIGHTS,
@@ -495,6 +496,9 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                 )
         if self.args.device.type == "cpu":
             keep_freed_memory()
+        self.run.training_pairs, self.run.training_text = number_of_rows(self.train_dataset), self._text_digest()
+        if isinstance(self.train_dataset, TokenStream):
+            self.run.streamed, self.run.shuffle_buffer_size = True, self.train_dataset.buffer_size
         # Read now: the checkpoint may be thrown away on the way.
         self._resumed_at, self._record_at_resume = 0, TrainingRun()
         if resume_from_checkpoint:
@@ -502,7 +506,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             self._resumed_at = json.loads(state)["global_step"]
             self._record_at_resume = TrainingRun.load(resume_from_checkpoint)
             self._check_shapes(Path(resume_from_checkpoint))
-            self._compare_batches(Path(resume_from_checkpoint))
+            self._compare_with(Path(resume_from_checkpoint))
         self._sentences = 0
         self._target_tokens_of_run = 0
         self._target_tokens_since = self._start_of_run = time.perf_counter()
@@ -551,37 +555,22 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
                     "a run (preset, config_overrides, vocabulary) cannot change on the way."
                 )
 
-    def _compare_batches(self, checkpoint: Path) -> None:
+    def _compare_with(self, checkpoint: Path) -> None:
         """Warns where the updates of a run that goes on are not those that it would have made undisturbed."""
-        before, processes = self._record_at_resume, self.accelerator.num_processes
-        if before.processes is None or not self.args.should_log:
-            return
-        steps_before = before.arguments.get("gradient_accumulation_steps", 1)
-        steps, at_once = self.args.gradient_accumulation_steps, before.processes * steps_before
-        bounds = ("tokens_per_batch", "per_device_train_batch_size")
-        bounds_before = {name: before.arguments[name] for name in bounds if name in before.arguments}
-        changed = [
-            f"--{name} {value} before, {getattr(self.args, name)} now"
-            for name, value in bounds_before.items()
-            if getattr(self.args, name, value) != value
-        ]
-        if processes * steps != at_once:
-            fits = at_once % processes == 0
-            hint = f"; --gradient_accumulation_steps {at_once // processes} keeps them" if fits else ""
-            changed.append(
-                f"processes x accumulation steps {before.processes} x {steps_before} before, {processes} x {steps} "
-                f"now{hint}"
-            )
-        if changed:
-            logger.warning(
-                f"{checkpoint} was trained in other batches ({', '.join(changed)}): the run goes on, but neither its "
-                "updates nor its place in the text are those of an undisturbed one"
-            )
-        elif processes != before.processes and getattr(self.model.config, "dropout", None):
-            logger.warning(
-                f"{checkpoint} was trained in {before.processes} processes, this run has {processes}: batches are the "
-                "same, but the random numbers of dropout are others"
-            )
+        if self.args.should_log:
+            now = copy.copy(self.run)
+            now.arguments, now.processes = changed_arguments(self.args), self.accelerator.num_processes
+            config = self.model.config if is_ours(self.model) else None
+            warn_of_changes(checkpoint, self._record_at_resume, now, config)
+
+    def _text_digest(self) -> str | None:
+        """Of the lengths of the training text; None where they would have to be counted for it alone."""
+        if isinstance(self.train_dataset, TokenStream) or number_of_rows(self.train_dataset) is None:
+            return None
+        counted = isinstance(self.train_dataset, Dataset) and {"input_ids", "labels"} <= set(
+            self.train_dataset.column_names
+        )
+        return digest_of_lengths(lengths_of(self.train_dataset)) if counted else None
 
     def _record_run(self) -> None:
         """Writes what the run was so far into `run`, for the model card."""
@@ -602,10 +591,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             base = record_of(origin)
             for name in ("source_lang", "target_lang", "preset", "config_overrides"):
                 setattr(run, name, getattr(run, name) or getattr(base, name))
-        datasets: tuple[Any, Any] = (self.train_dataset, self.eval_dataset)
-        run.training_pairs, run.validation_pairs = (
-            len(each) if hasattr(each, "__len__") else None for each in datasets
-        )
+        run.validation_pairs = number_of_rows(self.eval_dataset)
         run.arguments = changed_arguments(self.args)
         run.updates = self.state.global_step
         run.epochs = None if isinstance(self.train_dataset, TokenStream) else self.state.epoch

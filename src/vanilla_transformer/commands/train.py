@@ -21,8 +21,9 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import logging
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration, list_presets
-from vanilla_transformer.data import load_pairs, tokenize_pairs
+from vanilla_transformer.data import load_pairs, same_tokenizer, tokenize_pairs
 from vanilla_transformer.hub import TrainingRun, name_of_base, record_of
+from vanilla_transformer.locks import sole_writer
 from vanilla_transformer.mixing import Mixture, check_weights
 from vanilla_transformer.preparation import FirstBatch, MemoryWatch
 from vanilla_transformer.shards import cache_folder, usable_cores
@@ -154,16 +155,18 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: Arguments that contradict each other, an unknown recipe, preset or field, text that cannot be used.
         FileNotFoundError, NotADirectoryError: A path that does not exist, or an output folder that is a file.
+        BlockingIOError: Another run trains into the output folder just now.
     """
     started, memory = time.perf_counter(), MemoryWatch()
     try:
-        return run_training(argv, started, memory)
+        with contextlib.ExitStack() as held:
+            return run_training(argv, started, memory, held)
     finally:
         memory.stop()
 
 
-def run_training(argv: list[str], started: float, memory: MemoryWatch) -> int:
-    """`main`, whose start and memory are being watched."""
+def run_training(argv: list[str], started: float, memory: MemoryWatch, held: contextlib.ExitStack) -> int:
+    """`main`, whose start and memory are being watched, and at whose end is let go what is `held`."""
     arguments, training_arguments = parse(argv)
     set_seed(training_arguments.seed)
     if training_arguments.should_log:
@@ -177,6 +180,10 @@ def run_training(argv: list[str], started: float, memory: MemoryWatch) -> int:
     overwrite = arguments.overwrite_cache and training_arguments.process_index == 0
     with one_process_first("text", arguments, training_arguments):
         corpora, validation_pairs = open_corpora(arguments, overwrite)
+    if training_arguments.process_index == 0:
+        folder = Path(str(training_arguments.output_dir))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        held.enter_context(sole_writer(folder, "wait for its end, or give another --output_dir."))
     model, tokenizer = open_or_make_model(arguments, training_arguments, corpora)
     positions = position_limit(model)
     if positions is not None:
@@ -248,8 +255,6 @@ def describe(run: TrainingRun, arguments: TrainArguments, mixture: Mixture | Non
     else:
         run.dataset = arguments.dataset
     run.files = [Path(path).resolve().name for path in files]  # not where they lie on this machine
-    if arguments.streaming:
-        run.streamed, run.shuffle_buffer_size = True, arguments.shuffle_buffer_size or SHUFFLE_BUFFER_SIZE
     if arguments.train_weights:
         half = len(files) // 2
         run.corpora = [
@@ -766,11 +771,23 @@ def encode_training_text(
 def open_or_make_model(
     arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, corpora: Sequence[Any]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model to fine-tune, or a new one with a tokenizer trained on both sides of `corpora`."""
+    """The model to fine-tune, or a new one with a tokenizer trained on both sides of `corpora`.
+
+    Raises:
+        ValueError: The run goes on from a checkpoint that has no tokenizer, or another one.
+    """
+    resumed = training_arguments.resume_from_checkpoint
     if arguments.model is not None:
-        return load_translator(arguments.model)
+        model, tokenizer = load_translator(arguments.model)
+        if resumed:
+            check_tokenizer(tokenizer, f"--model {arguments.model}", Path(resumed))
+        return model, tokenizer
     if arguments.tokenizer is not None:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(arguments.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+        if resumed:
+            check_tokenizer(tokenizer, f"--tokenizer {arguments.tokenizer}", Path(resumed))
+    elif resumed:
+        tokenizer = AutoTokenizer.from_pretrained(folder_of_tokenizer(Path(resumed)))
     else:
         tokenizer = shared_tokenizer(arguments, training_arguments, corpora)
     config = new_config(
@@ -786,13 +803,39 @@ def open_or_make_model(
     return model, tokenizer
 
 
+def folder_of_tokenizer(checkpoint: Path) -> Path:
+    """Where the vocabulary of a run lies that goes on: in its checkpoint, else in the folder of the run.
+
+    A vocabulary that is learnt anew may give its words other numbers, for which the weights mean nothing.
+
+    Raises:
+        ValueError: It is in neither.
+    """
+    for folder in (checkpoint, checkpoint.parent):
+        if (folder / "tokenizer.json").is_file():
+            return folder
+    raise ValueError(
+        f"cannot resume from {checkpoint}: neither it nor {checkpoint.parent} has the run's tokenizer.json, without "
+        "which its weights mean nothing; give a folder that has it as --tokenizer."
+    )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, given: str, checkpoint: Path) -> None:
+    """Raises ValueError where the tokenizer given is not that of the checkpoint, which the weights belong to."""
+    try:
+        before = AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError):  # it has none, or not all of its files
+        return
+    if not same_tokenizer(before, tokenizer):
+        raise ValueError(
+            f"cannot resume from {checkpoint}: {given} has another tokenizer than the one it was trained with."
+        )
+
+
 def shared_tokenizer(
     arguments: TrainArguments, training_arguments: VanillaTransformerTrainingArguments, corpora: Sequence[Any]
 ) -> PreTrainedTokenizerBase:
     """Trains the joint vocabulary once, on the first process, and opens it on all."""
-    resumed = Path(training_arguments.resume_from_checkpoint or "")
-    if training_arguments.resume_from_checkpoint and (resumed / "tokenizer.json").exists():
-        return AutoTokenizer.from_pretrained(resumed)
     folder = Path(str(training_arguments.output_dir))
     with training_arguments.main_process_first(desc="training the tokenizer"):
         if training_arguments.process_index == 0:

@@ -1,0 +1,141 @@
+"""A run that goes on from a checkpoint is told in what it is another one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from small_models import small_model
+from test_streaming import corpus
+from test_training import MANY, RESUME, arguments, random_pairs
+from vanilla_transformer.hub import RECORD
+from vanilla_transformer.streaming import TokenStream
+from vanilla_transformer.training import VanillaTransformerTrainer
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    """A function: what was warned of since it was called last."""
+    monkeypatch.setattr(logging.getLogger("vanilla_transformer"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="vanilla_transformer")
+
+    def since_last() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.name == "vanilla_transformer.going_on"]
+        caplog.clear()
+        return found
+
+    return since_last
+
+
+PAIRS = random_pairs(MANY * 2)
+
+
+def trainer_on(folder: Path, dataset, config: dict | None = None, **settings) -> VanillaTransformerTrainer:
+    model = small_model(**{"dropout": 0.1, "std": 0.1, **(config or {})})
+    given = {**RESUME, "max_steps": 6, "learning_rate": 0.01, **settings}
+    return VanillaTransformerTrainer(model, arguments(folder, **given), train_dataset=dataset)
+
+
+OTHER = {
+    "nothing": ({}, None),
+    "more updates, other times to save": ({"max_steps": 9, "save_steps": 3, "logging_steps": 2}, None),
+    "accumulation": ({"gradient_accumulation_steps": 1}, "1 x 2 before, 1 x 1 now, --gradient_accumulation_steps 2"),
+    "tokens": ({"tokens_per_batch": 60}, "--tokens_per_batch 40 before, 60 now"),
+    "seed": ({"seed": 7}, "seed of the text's order 42 before, 7 now"),
+    "data_seed": ({"data_seed": 0}, "seed of the text's order 42 before, 0 now"),
+    "same seed": ({"seed": 7, "data_seed": 42}, None),
+    "warm-up": ({"warmup_steps": 3}, "--warmup_steps 4 before, 3 now"),
+    "schedule": ({"lr_scheduler_type": "constant"}, "--lr_scheduler_type inverse_sqrt before, constant now"),
+    "clipping": ({"max_grad_norm": 5.0}, "before, 5.0 now"),
+}
+
+
+@pytest.mark.parametrize("changes, told", OTHER.values(), ids=OTHER)
+def test_settings_that_change_the_updates_to_come_are_told(tmp_path, warnings, changes, told):
+    trainer_on(tmp_path, PAIRS, max_steps=5).train()
+    warnings()
+    trainer_on(tmp_path, PAIRS, **changes).train(resume_from_checkpoint=True)
+    found = warnings()
+    assert len(found) == (told is not None), found
+    if told is not None:
+        assert told in found[0]
+        assert "neither its updates nor its place in the text are those of an undisturbed one" in found[0]
+
+
+def test_other_text_is_told_also_where_it_has_as_many_pairs(tmp_path, warnings):
+    trainer_on(tmp_path, PAIRS, max_steps=5).train()
+    warnings()
+    trainer_on(tmp_path, random_pairs(MANY * 2, seed=9), max_steps=5).train(resume_from_checkpoint=True)
+    assert warnings() == []  # other words, but the same batches: the lengths are what is compared
+    order = list(range(len(PAIRS)))
+    lengths = [len(row) for row in PAIRS["labels"]]
+    other = next(index for index in order if lengths[index] != lengths[0])
+    order[0], order[other] = order[other], order[0]
+    trainer_on(tmp_path, PAIRS.select(order)).train(resume_from_checkpoint=True)
+    (found,) = warnings()
+    assert f"another training text of as many pairs ({len(PAIRS)})" in found
+
+
+def test_text_of_another_length_is_told_with_both_lengths(tmp_path, warnings):
+    trainer_on(tmp_path, PAIRS, max_steps=5).train()
+    warnings()
+    trainer_on(tmp_path, PAIRS.select(range(1, len(PAIRS)))).train(resume_from_checkpoint=True)
+    (found,) = warnings()
+    assert f"training text of {len(PAIRS)} pairs before, {len(PAIRS) - 1} now" in found
+
+
+def test_a_field_of_the_configuration_that_leaves_the_shapes_alone_is_told(tmp_path, warnings):
+    trainer_on(tmp_path, PAIRS, max_steps=5).train()
+    warnings()
+    changed = {"dropout": 0.3, "activation": "gelu", "use_cache": False}
+    trainer_on(tmp_path, PAIRS, changed).train(resume_from_checkpoint=True)
+    (found,) = warnings()
+    assert "dropout=0.1 in its configuration before, 0.3 now" in found
+    assert 'activation="relu" in its configuration before, "gelu" now' in found
+    assert "use_cache" not in found
+
+
+def test_what_the_checkpoint_decides_is_told_and_stays(tmp_path, warnings):
+    """The states of the optimizer and the schedule bring their own numbers along."""
+    trainer_on(tmp_path, PAIRS, max_steps=5).train()
+    warnings()
+    trainer = trainer_on(tmp_path, PAIRS, learning_rate=0.5, adam_beta2=0.9, weight_decay=0.1)
+    trainer.train(resume_from_checkpoint=True)
+    (found,) = warnings()
+    assert "--learning_rate 0.01 before, 0.5 now" in found
+    assert "--adam_beta2 0.98 before, 0.9 now" in found
+    assert "--weight_decay 0.0 before, 0.1 now" in found
+    group = trainer.optimizer.param_groups[0]
+    assert (group["betas"][1], group["weight_decay"]) == (0.98, 0.0)
+    assert trainer.state.log_history[-2]["learning_rate"] == pytest.approx(
+        0.01 * math.sqrt(RESUME["warmup_steps"] / 6)
+    )
+
+
+def test_a_stream_among_other_processes_is_other_text(tmp_path, tiny_tokenizer, warnings):
+    """Each process reads every so manieth pair: with another number of them none finds its place again."""
+    config = {"vocab_size": len(tiny_tokenizer), "dropout": 0.0}
+    stream = TokenStream([corpus(tmp_path)], tiny_tokenizer, buffer_size=64)
+    trainer_on(tmp_path, stream, config, max_steps=5).train()
+    record = json.loads((tmp_path / "checkpoint-5" / RECORD).read_text())
+    record["processes"], record["arguments"]["gradient_accumulation_steps"] = 2, 1
+    (tmp_path / "checkpoint-5" / RECORD).write_text(json.dumps(record))
+    warnings()
+    trainer_on(tmp_path, stream, config).train(resume_from_checkpoint=True)
+    (found,) = warnings()
+    assert "a stream divided among 2 processes before, 1 now" in found
+
+
+def test_of_a_corpus_in_memory_another_number_of_processes_makes_the_same_batches(tmp_path, warnings):
+    trainer_on(tmp_path, PAIRS, {"dropout": 0.0}, max_steps=5).train()
+    record = json.loads((tmp_path / "checkpoint-5" / RECORD).read_text())
+    record["processes"] = 2
+    record["arguments"]["gradient_accumulation_steps"] = 1
+    (tmp_path / "checkpoint-5" / RECORD).write_text(json.dumps(record))
+    warnings()
+    trainer_on(tmp_path, PAIRS, {"dropout": 0.0}).train(resume_from_checkpoint=True)
+    assert warnings() == []
