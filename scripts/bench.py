@@ -437,12 +437,15 @@ def decode_engines(arguments: argparse.Namespace, folder: str) -> dict[str, Call
         "max_new_tokens": 100,
     }
 
-    def ours(source: str, output: str) -> None:
-        with open_output(output) as file:
-            for hypotheses in translate_lines(
-                model, tokenizer, read_lines(source), tokens_per_batch=arguments.tokens_per_batch, **rules
-            ):
-                file.write(f"{hypotheses[0].text}\n")
+    def ours(own_model: Any) -> Callable[[str, str], None]:
+        def translate(source: str, output: str) -> None:
+            with open_output(output) as file:
+                for hypotheses in translate_lines(
+                    own_model, tokenizer, read_lines(source), tokens_per_batch=arguments.tokens_per_batch, **rules
+                ):
+                    file.write(f"{hypotheses[0].text}\n")
+
+        return translate
 
     def stock(any_model: Any, rows: int, by_length: bool, settings: dict[str, Any]) -> Callable[[str, str], None]:
         def translate(source: str, output: str) -> None:
@@ -460,7 +463,9 @@ def decode_engines(arguments: argparse.Namespace, folder: str) -> dict[str, Call
 
         return translate
 
-    engines: dict[str, Callable[[str, str], None]] = {"ours": ours}
+    engines = {"ours": ours(model)}
+    for dtype in ("bfloat16", "int8") if DEVICE == "cpu" else ("bfloat16",):
+        engines[f"ours, {dtype}"] = ours(load_translator(arguments.model, dtype=dtype)[0])
     known = {name: value for name, value in rules.items() if name != "length_penalty_type"}
     marian = to_marian(model).eval().to(DEVICE)  # type: ignore[arg-type]
     engines["marian generate(), 8 rows"] = stock(marian, 8, False, known)
