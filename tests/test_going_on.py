@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from small_models import small_model
 from test_streaming import corpus
@@ -37,7 +40,8 @@ PAIRS = random_pairs(MANY * 2)
 def trainer_on(folder: Path, dataset, config: dict | None = None, **settings) -> VanillaTransformerTrainer:
     model = small_model(**{"dropout": 0.1, "std": 0.1, **(config or {})})
     given = {**RESUME, "max_steps": 6, "learning_rate": 0.01, **settings}
-    return VanillaTransformerTrainer(model, arguments(folder, **given), train_dataset=dataset)
+    both = {"train_dataset": dataset, "eval_dataset": dataset if "eval_strategy" in given else None}
+    return VanillaTransformerTrainer(model, arguments(folder, **given), **both)
 
 
 OTHER = {
@@ -139,3 +143,39 @@ def test_of_a_corpus_in_memory_another_number_of_processes_makes_the_same_batche
     warnings()
     trainer_on(tmp_path, PAIRS, {"dropout": 0.0}).train(resume_from_checkpoint=True)
     assert warnings() == []
+
+
+def worst_is_best(folder: Path, **settings) -> VanillaTransformerTrainer:
+    """A run of 6 updates that keeps the model of the highest loss, which is that of the first evaluation."""
+    by_loss = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "predict_with_generate": False}
+    return trainer_on(folder, PAIRS, **by_loss, **steps, **settings)
+
+
+@pytest.mark.parametrize("there_is_another", [False, True], ids=["moved", "another run at the old place"])
+def test_a_run_that_was_moved_keeps_its_best_model(tmp_path, there_is_another):
+    """Its state names the best checkpoint by the place where it was then."""
+    first = worst_is_best(tmp_path / "a")
+    first.train()
+    assert Path(first.state.best_model_checkpoint).name == "checkpoint-2"
+    best = load_file(tmp_path / "a" / "checkpoint-2" / "model.safetensors")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    if there_is_another:
+        shutil.copytree(tmp_path / "b" / "checkpoint-6", tmp_path / "a" / "checkpoint-2")
+    again = worst_is_best(tmp_path / "b")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(tmp_path / "b" / "checkpoint-2")
+    kept = again.model.state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in best.items())
+    last = load_file(tmp_path / "b" / "checkpoint-6" / "model.safetensors")
+    assert not all(torch.equal(kept[name], value) for name, value in last.items())
+
+
+def test_where_the_best_checkpoint_is_gone_a_later_one_is_kept_and_it_is_told(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vanilla_transformer"), "propagate", True)
+    worst_is_best(tmp_path, max_steps=4).train()
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    again = worst_is_best(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert "checkpoint-2, the best checkpoint so far, is gone" in caplog.text
+    assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")

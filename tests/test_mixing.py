@@ -88,6 +88,22 @@ def test_draws_in_turn_keep_the_proportions_at_every_moment():
         assert np.abs(drawn - count * np.array(weights) / sum(weights)).max() < 2
 
 
+def test_draws_in_turn_pass_over_what_has_ended_at_once():
+    """However light what is left: it is not waited for."""
+    ended: set[int] = set()
+    turns = in_turn([1e-300, 1], ended)
+    assert [next(turns) for _ in range(5)] == [1] * 5
+    ended.add(1)
+    assert [next(turns) for _ in range(5)] == [0] * 5
+    ended.add(0)
+    assert list(turns) == []
+
+
+def test_weights_count_by_their_proportion_however_large():
+    assert Mixture((30, 50), (1e308, 1e308)).draws() == Mixture((30, 50), (1, 1)).draws() == [40, 40]
+    assert Mixture((30, 50), (1e-308, 3e-308)).draws() == [20, 60]
+
+
 @pytest.mark.parametrize(
     "sizes, weights, message",
     [

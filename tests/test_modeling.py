@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import pickle
 
 import numpy as np
@@ -1926,6 +1927,18 @@ def test_a_model_can_be_copied_and_its_half_saved_on_its_own(tmp_path):
     encoder = type(model.get_encoder()).from_pretrained(tmp_path).eval()
     ids = words(2, 6)
     assert_close(encoder(ids).last_hidden_state, model.get_encoder()(ids).last_hidden_state, 1e-6)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        small_model().save_pretrained(tmp_path, max_shard_size="5KB")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir() if path.is_file()}
+    assert len([name for name in modes if name.endswith(".safetensors")]) > 1
+    assert set(modes.values()) == {0o666 & ~mask}
 
 
 def test_saved_config_says_what_was_saved(tmp_path):

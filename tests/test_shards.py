@@ -1,5 +1,6 @@
 """Tables made in parts: whatever stops the work, what is taken later is whole, and of this text and tokenizer."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -256,3 +257,30 @@ def is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("table", ["pairs-*", "tokens-*"])
+def test_a_byte_that_a_disk_has_changed_is_noticed_and_the_table_made_anew(tmp_path, tiny_tokenizer, caplog, table):
+    files, cache = write_corpus(tmp_path / "text"), tmp_path / "cache"
+    encode(files, tiny_tokenizer, cache)
+    before = contents(cache)
+    (part, *_) = sorted(cache.glob(f"{table}/part-*.arrow"))
+    for place in range(100, part.stat().st_size, 500):
+        content = bytearray(before[str(part.relative_to(cache))])
+        content[place] ^= 0x40
+        part.write_bytes(content)
+        caplog.clear()
+        assert encode(files, tiny_tokenizer, cache).to_list() == by_hand(tiny_tokenizer)
+        assert f"{part.parent} is damaged ({part.name})" in caplog.text
+        assert contents(cache) == before
+
+
+def test_a_cache_without_room_is_named(tmp_path, tiny_tokenizer, monkeypatch):
+    files, cache = write_corpus(tmp_path / "text"), tmp_path / "cache"
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shards.pa.ipc, "new_stream", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*cache/pairs-\w+/part-00000.arrow"):
+        encode(files, tiny_tokenizer, cache)

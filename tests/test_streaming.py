@@ -160,7 +160,8 @@ def test_a_vocabulary_is_learnt_from_the_first_pairs_in_proportion(tmp_path):
     texts = list(first_texts(streams, 40, [1, 3]))
     assert len(texts) == 80
     assert [text for text in texts if text[:1] in "ab"] == [f"{side}{n}" for n in range(10) for side in "ab"]
-    assert len(list(first_texts(streams, 10**6, [1, 3]))) == 2 * (90 + len(LINES))
+    for weights in ([1, 3], [1e-300, 1]):  # all of both, in a moment
+        assert len(list(first_texts(streams, 10**6, weights))) == 2 * (90 + len(LINES))
 
 
 def test_what_cannot_be_streamed_is_refused(tmp_path, tiny_tokenizer):
@@ -174,7 +175,11 @@ def test_what_cannot_be_streamed_is_refused(tmp_path, tiny_tokenizer):
     blank = TokenStream([corpus(tmp_path, [("", "x"), ("x", "")])], tiny_tokenizer)
     with pytest.raises(ValueError, match="none of its 2 pairs can be used: 2 with a blank side"):
         next(iter(StreamedTokenBatches(blank, 100)))
+    single = TokenStream([corpus(tmp_path, [("a", "b")])], tiny_tokenizer)
+    with pytest.raises(ValueError, match=r"has fewer pairs than there are processes \(2\)"):
+        next(iter(StreamedTokenBatches(single, 100, process=1, processes=2)))
     (tmp_path / "text.source").write_text("one\ntwo\n")
+    (tmp_path / "text.target.gz").write_bytes(gzip.compress(b"one\n"))
     with pytest.raises(ValueError, match="equally many lines"):
         list(islice(StreamedTokenBatches(TokenStream([corpus_of(tmp_path)], tiny_tokenizer), 100), 9))
 

@@ -627,7 +627,7 @@ def test_an_output_folder_that_holds_a_model(capsys, tmp_path, files, kept):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / kept).write_text("precious")
     message = refused(capsys, tmp_path, *flags(files), *SMALL, output=tmp_path / "model")
-    assert "--resume_from_checkpoint true" in message
+    assert f"train the model further into another one (--model {tmp_path / 'model'})" in message
 
 
 def test_an_output_folder_that_holds_a_run(capsys, tmp_path, files, run):
@@ -942,7 +942,7 @@ def test_resuming_from_another_run_does_not_overwrite_a_model(tmp_path, capsys):
     files = ["--train_source", str(text), "--train_target", str(text)]
     resume = ["--resume_from_checkpoint", str(other)]
     assert vanilla_transformer_cli.main(["train", *files, "--output_dir", str(good), *resume]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "holds a model already" in capsys.readouterr().err
     assert [path.name for path in good.iterdir()] == ["config.json"]
 
 

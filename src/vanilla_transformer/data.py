@@ -316,8 +316,8 @@ def require_regular_files(paths: Sequence[str]) -> None:
     for path in paths:
         if path == "-" or not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError(
-                f"a training corpus is read more than once, but {_display_name(path)} is no regular file; save it to "
-                f"a file first"
+                f"text to train or validate on is read more than once, but {_display_name(path)} is no regular file; "
+                "save it to a file first"
             )
 
 

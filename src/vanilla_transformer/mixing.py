@@ -6,7 +6,7 @@ a part, and the next epoch goes on where that ended, so that no pair comes again
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,8 +41,10 @@ class Mixture:
 
     def draws(self) -> list[int]:
         """Pairs that an epoch has of each corpus; together as many as all corpora have."""
-        total, whole = sum(self.sizes), math.fsum(self.weights)
-        exact = [total * weight / whole for weight in self.weights]
+        largest = max(self.weights)
+        shares = [weight / largest for weight in self.weights]  # whose sum no weight makes infinite
+        total, whole = sum(self.sizes), math.fsum(shares)
+        exact = [total * share / whole for share in shares]
         draws = [int(each) for each in exact]
         by_remainder = sorted(range(len(exact)), key=lambda i: draws[i] - exact[i])
         for number in by_remainder[: total - sum(draws)]:
@@ -124,11 +126,16 @@ def check_weights(weights: Sequence[float], corpora: int) -> None:
         raise ValueError(f"weights must be numbers above 0, got {list(weights)}.")
 
 
-def in_turn(weights: Sequence[float]) -> Iterator[int]:
-    """Numbers of corpora without end: after any number of draws each has its share by weight, to within one or two."""
+def in_turn(weights: Sequence[float], ended: Set[int] = frozenset()) -> Iterator[int]:
+    """Numbers of corpora: after any number of draws each has its share by weight, to within one or two.
+
+    Args:
+        weights: One for each corpus.
+        ended: Those that are not drawn any more; the caller may add to them. Without one left the draws end.
+    """
     drawn = [0] * len(weights)
-    while True:
-        number = min(range(len(weights)), key=lambda i: (drawn[i] + 1) / weights[i])
+    while still := [i for i in range(len(weights)) if i not in ended]:
+        number = min(still, key=lambda i: (drawn[i] + 1) / weights[i])
         drawn[number] += 1
         yield number
 

@@ -635,6 +635,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             if settings is not None:
                 self.generation_config = settings
             self.config.give_generation_settings(taken)
+        let_read_as_config(Path(save_directory))
         here = Path(cast(str, sys.modules[VanillaTransformerPreTrainedModel.__module__].__file__)).parent
         for source in sorted(here.glob("*_vanilla_transformer.py")):
             target = Path(save_directory) / source.name
@@ -657,6 +658,14 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 # ---------------------------------------------------------------------------------------------------------------------
 # Encoder and decoder stacks (section 3.1)
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def let_read_as_config(folder: Path) -> None:
+    """Lets those read the weights in a folder who may read its config.json; safetensors lets their owner alone."""
+    settings = folder / "config.json"
+    if settings.is_file():
+        for weights in folder.glob("*.safetensors"):
+            shutil.copymode(settings, weights)
 
 
 class VanillaTransformerStack(VanillaTransformerPreTrainedModel):

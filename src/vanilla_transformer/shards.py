@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -26,6 +27,8 @@ from datasets import Dataset, concatenate_datasets
 from datasets import config as datasets_config
 from datasets.utils import tqdm
 from huggingface_hub.utils import WeakFileLock
+
+from vanilla_transformer.translation import naming_what_is_full
 
 
 logger = logging.getLogger(__name__)
@@ -80,7 +83,9 @@ def making(folder: Path, overwrite: bool) -> Iterator[None]:
 
 
 def open_table(folder: Path, fingerprint: str) -> Dataset | None:
-    """The table in a folder, mapped into memory; None where it is not whole.
+    """The table in a folder, mapped into memory; None where it is not whole, or not what was written.
+
+    Each file is read once for its checksum: a number that a disk has changed would be trained on without a word.
 
     Args:
         folder: Of the table.
@@ -89,7 +94,12 @@ def open_table(folder: Path, fingerprint: str) -> Dataset | None:
     try:
         record = json.loads((folder / WHOLE).read_text(encoding="utf-8"))
         sizes: dict[str, int] = record["bytes"]
-        damaged = sorted(name for name, size in sizes.items() if os.path.getsize(folder / name) != size)
+        sums: dict[str, int] = record["crc32"]
+        damaged = sorted(
+            name
+            for name, size in sizes.items()
+            if os.path.getsize(folder / name) != size or checksum(folder / name) != sums[name]
+        )
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -189,11 +199,20 @@ def _is_part(path: Path, rows: int) -> bool:
     return found == rows
 
 
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    found = 0
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            found = zlib.crc32(piece, found)
+    return found
+
+
 def _write_table(path: Path, batches: Iterable[dict[str, list]], schema: pa.Schema) -> None:
     """Writes an Arrow file that appears whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(unfinished, "wb") as file:
+        with naming_what_is_full(path), open(unfinished, "wb") as file:
             with pa.ipc.new_stream(file, schema) as writer:
                 for columns in batches:
                     arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
@@ -206,9 +225,12 @@ def _write_table(path: Path, batches: Iterable[dict[str, list]], schema: pa.Sche
 
 
 def _declare_whole(folder: Path, names: list[str]) -> None:
-    record = {"bytes": {name: os.path.getsize(folder / name) for name in names}}
+    record = {
+        "bytes": {name: os.path.getsize(folder / name) for name in names},
+        "crc32": {name: checksum(folder / name) for name in names},
+    }
     unfinished = folder / f"{WHOLE}.tmp"
-    with open(unfinished, "w", encoding="utf-8") as file:
+    with naming_what_is_full(folder / WHOLE), open(unfinished, "w", encoding="utf-8") as file:
         json.dump(record, file)
         file.flush()
         os.fsync(file.fileno())

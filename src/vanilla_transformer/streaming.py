@@ -128,12 +128,12 @@ def first_texts(corpora: Sequence[PairStream], pairs: int, weights: Sequence[flo
     """
     streams = [iter(corpus) for corpus in corpora]
     ended: set[int] = set()
-    for number in in_turn(weights or [1.0] * len(streams)):
-        pair = None if number in ended or pairs <= 0 else next(streams[number], None)
+    for number in in_turn(weights or [1.0] * len(streams), ended):
+        if pairs <= 0:
+            return
+        pair = next(streams[number], None)
         if pair is None:
             ended.add(number)
-            if len(ended) == len(streams) or pairs <= 0:
-                return
             continue
         pairs -= 1
         yield from (text for text in pair if text)
@@ -201,6 +201,11 @@ class TokenStream:
             why = (
                 f"{blank} with a blank side, {too_long} with more than {limits[0]} source or {limits[1]} target tokens"
             )
+            if total == 0:
+                raise ValueError(
+                    f"{stream.name} has fewer pairs than there are processes ({processes}), each of which reads pairs "
+                    "of its own."
+                )
             if kept == 0:
                 raise ValueError(f"{stream.name}: none of its {total} pairs can be used: {why}; see max_source_tokens")
             if kept < total:

@@ -223,6 +223,29 @@ class NothingButNumbers(TrainerCallback):
         self.trainer.check_update()
 
 
+class BestOfItsRun(TrainerCallback):
+    """Finds the best checkpoint of a run that goes on beside the one it goes on from.
+
+    The trainer's state knows it by its path, at which, once the run has been moved or copied, there is nothing any
+    more, or another run.
+    """
+
+    def __init__(self, trainer: "VanillaTransformerTrainer"):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Called when the state has been read."""
+        if self.trainer.resumed_from is None or state.best_global_step is None:
+            return
+        best = self.trainer.resumed_from.parent / f"checkpoint-{state.best_global_step}"
+        if best.is_dir():
+            state.best_model_checkpoint = str(best)
+            return
+        state.best_model_checkpoint = state.best_global_step = state.best_metric = None
+        if args.load_best_model_at_end and args.should_log:
+            logger.warning(f"{best}, the best checkpoint so far, is gone: a later one will be kept, or the last model")
+
+
 class FixedBatches:
     """Index lists in a fixed order, as a `DataLoader`'s batch sampler.
 
@@ -339,6 +362,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             self.data_collator = CollatorWithItsOwnSeed(self.data_collator, self._data_seed())
             self.add_callback(EpochOfCollator(self.data_collator))
         self.add_callback(NothingButNumbers(self))
+        self.add_callback(BestOfItsRun(self))
         self._loss_of_update: Any = 0.0
         self._measures_bleu = (
             self.compute_metrics is None and self.args.predict_with_generate and self.processing_class is not None
@@ -355,6 +379,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         self._target_tokens_of_run: Any = 0
         self._target_tokens_since = time.perf_counter()
         self.run = TrainingRun()
+        self.resumed_from: Path | None = None
         self._resumed_at, self._record_at_resume = 0, TrainingRun()
         self._sentences = 0
         self._evaluation_steps: int | None = None
@@ -501,6 +526,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             self.run.streamed, self.run.shuffle_buffer_size = True, self.train_dataset.buffer_size
         # Read now: the checkpoint may be thrown away on the way.
         self._resumed_at, self._record_at_resume = 0, TrainingRun()
+        self.resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         if resume_from_checkpoint:
             state = (Path(resume_from_checkpoint) / TRAINER_STATE).read_text(encoding="utf-8")
             self._resumed_at = json.loads(state)["global_step"]

@@ -316,7 +316,8 @@ def parse(argv: list[str]) -> tuple[TrainArguments, VanillaTransformerTrainingAr
         training_arguments.resume_from_checkpoint = last_whole_checkpoint(chosen["output_dir"])
         if training_arguments.resume_from_checkpoint is None:
             raise ValueError(
-                f"--resume_from_checkpoint: {training_arguments.output_dir} holds no whole checkpoint; leave it out."
+                f"--resume_from_checkpoint: {training_arguments.output_dir} holds no whole checkpoint; leave it out, "
+                "with another --output_dir if that one holds a model."
             )
     elif resume and not (Path(resume) / "trainer_state.json").is_file():
         raise FileNotFoundError(f"--resume_from_checkpoint: {resume} is no whole checkpoint; true means the last one.")
@@ -511,6 +512,8 @@ def check_output_folder(output_dir: str, resumes: bool) -> None:
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"--output_dir {output_dir} is a file; give a folder.")
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"--output_dir {output_dir} is a link to {os.readlink(path)}, which does not exist.")
     existing = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
     if not existing.is_dir():
         raise NotADirectoryError(f"--output_dir {output_dir}: {existing} is a file, not a folder.")
@@ -519,10 +522,17 @@ def check_output_folder(output_dir: str, resumes: bool) -> None:
     has_model = any(
         next(path.glob(name), None) for name in ("config.json", "*.safetensors", "*.safetensors.index.json")
     )
-    if not resumes and (has_model or last_whole_checkpoint(path)):
+    if resumes:
+        return
+    if last_whole_checkpoint(path):
         raise ValueError(
             f"--output_dir {output_dir} holds a run already; give another folder, or continue it with "
             "--resume_from_checkpoint true."
+        )
+    if has_model:
+        raise ValueError(
+            f"--output_dir {output_dir} holds a model already, and no checkpoint to continue from; give another "
+            f"folder, or train the model further into another one (--model {output_dir})."
         )
 
 

@@ -24,6 +24,7 @@ from vanilla_transformer.convert import file_of, require, write_card
 from vanilla_transformer.hub import use_section
 from vanilla_transformer.modeling_vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
+    let_read_as_config,
     sinusoidal_encoding,
     without_conversion_service,
 )
@@ -456,6 +457,7 @@ def write(name: str, folder: Path, revision: str | None = None) -> list[str]:
             f"{name} holds a model of type {model.config.model_type!r}; --to marian writes those of this package."
         )
     to_marian(model).save_pretrained(folder)
+    let_read_as_config(folder)
     save_tokenizer(tokenizer, folder)
     settings = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") == "TokenizersBackend":
