@@ -543,3 +543,20 @@ def test_a_tokenizer_of_another_model_is_refused_or_warned_of(tmp_path, tiny_tok
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="the tokenizer in"):
         load_translator(str(tmp_path), device="cpu")
+
+
+def test_weights_that_may_not_be_read_are_told_as_such(tiny_tokenizer, tmp_path, monkeypatch):
+    """safetensors says of them that they are not there. The superuser, as whom tests may run, may read everything."""
+    varied_model(tiny_tokenizer).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    weights = str(tmp_path / "model.safetensors")
+
+    def not_there(*args, **options):
+        raise FileNotFoundError(f"No such file or directory: {weights}")
+
+    monkeypatch.setattr(translation.AutoModelForSeq2SeqLM, "from_pretrained", not_there)
+    with pytest.raises(OSError, match="No such file"):
+        translation.load_translator(str(tmp_path))
+    monkeypatch.setattr(translation.os, "access", lambda path, mode: path != weights)
+    with pytest.raises(PermissionError, match=f"cannot open the model {tmp_path}: no permission to read {weights}"):
+        translation.load_translator(str(tmp_path))
