@@ -54,6 +54,12 @@ OTHER = {
     "same seed": ({"seed": 7, "data_seed": 42}, None),
     "warm-up": ({"warmup_steps": 3}, "--warmup_steps 4 before, 3 now"),
     "schedule": ({"lr_scheduler_type": "constant"}, "--lr_scheduler_type inverse_sqrt before, constant now"),
+    "another number of updates, for a schedule that ends": (
+        {"lr_scheduler_type": "linear", "max_steps": 9},
+        "--lr_scheduler_type inverse_sqrt before, linear now; --max_steps 5 before, 9 now",
+    ),
+    "rows": ({"tokens_per_batch": None, "per_device_train_batch_size": 4}, "--tokens_per_batch 40 before, None now"),
+    "a whole number that is written as another": ({"warmup_steps": 4.0, "max_grad_norm": 0}, None),
     "clipping": ({"max_grad_norm": 5.0}, "before, 5.0 now"),
 }
 
@@ -149,7 +155,7 @@ def worst_is_best(folder: Path, **settings) -> VanillaTransformerTrainer:
     """A run of 6 updates that keeps the model of the highest loss, which is that of the first evaluation."""
     by_loss = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     steps = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "predict_with_generate": False}
-    return trainer_on(folder, PAIRS, **by_loss, **steps, **settings)
+    return trainer_on(folder, PAIRS, **{**by_loss, **steps, **settings})
 
 
 @pytest.mark.parametrize("there_is_another", [False, True], ids=["moved", "another run at the old place"])
@@ -169,6 +175,34 @@ def test_a_run_that_was_moved_keeps_its_best_model(tmp_path, there_is_another):
     assert all(torch.equal(kept[name], value) for name, value in best.items())
     last = load_file(tmp_path / "b" / "checkpoint-6" / "model.safetensors")
     assert not all(torch.equal(kept[name], value) for name, value in last.items())
+
+
+def test_a_best_update_that_was_not_saved_leaves_the_best_of_those_that_were(tmp_path):
+    """Evaluated at each update and saved at every other: the best of all need not have a checkpoint."""
+    settings = {"eval_steps": 1, "save_steps": 2, "save_total_limit": 2}
+    steady = {"greater_is_better": False, "learning_rate": 1e-9, "warmup_steps": 1}  # the loss hardly changes
+    values = {1: 5.0, 2: 1.0, 3: 0.5, 4: 4.0, 5: 4.1, 6: 4.2}
+
+    def run(folder: Path, resume: bool, updates: int) -> VanillaTransformerTrainer:
+        trainer = worst_is_best(folder, **settings, **steady, max_steps=updates)
+        evaluate = trainer.evaluate
+
+        def with_these_values(*args, **options):
+            metrics = evaluate(*args, **options)
+            metrics["eval_loss"] = values[trainer.state.global_step]
+            return metrics
+
+        trainer.evaluate = with_these_values
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer
+
+    undisturbed = run(tmp_path / "whole", False, 6)
+    run(tmp_path / "parts", False, 4)
+    resumed = run(tmp_path / "parts", True, 6)
+    for name in ("best_global_step", "best_metric"):
+        assert getattr(resumed.state, name) == getattr(undisturbed.state, name), name
+    best = Path(undisturbed.state.best_model_checkpoint).name
+    assert Path(resumed.state.best_model_checkpoint).name == best == "checkpoint-2"
 
 
 def test_where_the_best_checkpoint_is_gone_a_later_one_is_kept_and_it_is_told(tmp_path, caplog, monkeypatch):

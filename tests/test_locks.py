@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,13 @@ import os, sys, time
 from vanilla_transformer import locks
 from vanilla_transformer.locks import sole_writer
 with sole_writer(sys.argv[1], "wait"):
+    into, out = os.pipe()
     child = os.fork()
     if child:
+        os.read(into, 1)
         print(child, flush=True)
+    else:
+        os.write(out, b"x")
     time.sleep(600)
 """
 
@@ -89,6 +92,15 @@ def test_a_lock_on_a_folder_that_vanishes_that_moment_is_taken_again(tmp_path, m
             pass
 
 
-def test_without_a_parent_there_is_nothing_to_write_into(tmp_path):
-    with pytest.raises(FileNotFoundError), sole_writer(Path(tmp_path / "none" / "run"), ""):
-        pass
+def test_what_was_made_for_it_is_taken_away_too(tmp_path):
+    with sole_writer(tmp_path / "a" / "b" / "run", ""):
+        (tmp_path / "a" / "kept").touch()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["kept"]
+
+
+def test_the_folder_of_the_next_run_is_left_to_it(tmp_path):
+    folder = tmp_path / "run"
+    with sole_writer(folder, ""):
+        folder.rename(tmp_path / "away")
+        folder.mkdir()
+    assert folder.is_dir()

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 import vanilla_transformer_cli as cli
 from small_models import small_model
 from vanilla_transformer import resumable
+from vanilla_transformer.locks import sole_writer
 from vanilla_transformer.resumable import identity_of_model, process_number, write_in_parts
 
 
@@ -216,6 +218,7 @@ def test_a_model_is_another_one_after_any_change_that_translations_depend_on(mod
     assert identity_of_model(str(folder)) != before
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be locked there")
 def test_two_runs_do_not_make_one_output_at_the_same_time(tmp_path):
     """Before its first part is there, the record of a run could be replaced by that of another."""
     source, output = tmp_path / "in", tmp_path / "out"
@@ -357,3 +360,33 @@ def test_a_translation_that_is_killed_goes_on_where_it_stopped(model, tmp_path, 
     assert cli.main([*common, "--output", str(tmp_path / "alone")]) == 0
     assert output.read_bytes() == (tmp_path / "alone").read_bytes()
     assert not parts.exists()
+
+
+REFUSED = """
+import sys
+from vanilla_transformer.resumable import write_in_parts
+write_in_parts(sys.argv[1], sys.argv[2], {}, lambda lines, first: lines)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be locked there")
+def test_where_the_first_process_is_refused_the_others_end_too(source, tmp_path):
+    """They wait for it, and nobody but a launcher would end them."""
+    output = str(tmp_path / "out")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with sole_writer(f"{output}.parts", ""):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", REFUSED, source, output],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": rank, **settings},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in "01"
+        ]
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert "BlockingIOError: another run is writing into" in errors[0]
+    assert all(process.returncode for process in processes)

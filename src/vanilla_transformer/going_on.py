@@ -54,6 +54,9 @@ def warn_of_changes(checkpoint: Path, before: TrainingRun, now: TrainingRun, con
         return
     batches = changed_batches(before, now)
     others = [*changed_text(before, now), *changed_settings(before, now, OTHER_UPDATES)]
+    if any(needs_total(run) for run in (before, now)):
+        by_updates = all((_value(run, "max_steps") or 0) > 0 for run in (before, now))
+        others += changed_settings(before, now, ["max_steps"] if by_updates else ["max_steps", "num_train_epochs"])
     if config is not None:
         others += changed_fields(checkpoint, config)
     if changed := [*batches, *others]:
@@ -76,12 +79,12 @@ def warn_of_changes(checkpoint: Path, before: TrainingRun, now: TrainingRun, con
 
 def changed_batches(before: TrainingRun, now: TrainingRun) -> list[str]:
     """In what the batches of an update differ."""
-    changed = changed_settings(before, now, [name for name in BATCHES if name in before.arguments])
+    changed = changed_settings(before, now, BATCHES)
     steps_before, steps = (run.arguments.get("gradient_accumulation_steps", 1) for run in (before, now))
     processes_before, processes = (run.processes or 1 for run in (before, now))
     at_once = processes_before * steps_before
     if processes * steps != at_once:
-        fits = at_once % processes == 0
+        fits = at_once % processes == 0 and not (now.streamed and processes != processes_before)
         hint = f", --gradient_accumulation_steps {at_once // processes} keeps them" if fits else ""
         products = f"{processes_before} x {steps_before} before, {processes} x {steps} now"
         changed.append(f"processes x accumulation steps {products}{hint}")
@@ -130,7 +133,13 @@ def changed_text(before: TrainingRun, now: TrainingRun) -> list[str]:
 def changed_settings(before: TrainingRun, now: TrainingRun, names: Any) -> list[str]:
     """Training arguments of these names that differ."""
     values = {name: (_value(before, name), _value(now, name)) for name in names}
-    return [f"--{name} {old} before, {new} now" for name, (old, new) in values.items() if str(old) != str(new)]
+    return [f"--{name} {old} before, {new} now" for name, (old, new) in values.items() if not _same(old, new)]
+
+
+def needs_total(run: TrainingRun) -> bool:
+    """Whether its learning rate depends on how many updates it is to make in all."""
+    schedule, warmup = str(_value(run, "lr_scheduler_type")), _value(run, "warmup_steps") or 0
+    return not schedule.startswith(("inverse_sqrt", "constant")) or 0 < warmup < 1
 
 
 def changed_fields(checkpoint: Path, config: Any) -> list[str]:
@@ -146,6 +155,13 @@ def changed_fields(checkpoint: Path, config: Any) -> list[str]:
         for name in names
         if name in before and before[name] != now.get(name)
     ]
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether they mean the same: numbers by their value, for 4000 and 4000.0 do."""
+    if isinstance(old, (int, float)) and isinstance(new, (int, float)):
+        return old == new
+    return str(old) == str(new)
 
 
 def _value(run: TrainingRun, name: str) -> Any:

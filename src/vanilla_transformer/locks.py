@@ -24,23 +24,24 @@ def sole_writer(folder: str | os.PathLike, advice: str) -> Iterator[None]:
     networks' do not, nobody is refused.
 
     Args:
-        folder: Made where it does not exist, and removed at the end where it was made and is still empty.
+        folder: Made where it does not exist, with those that it lies in; what was made and is still empty at the end
+            is removed.
         advice: What whoever is refused is to do.
 
     Raises:
         BlockingIOError: Another process holds it.
-        FileNotFoundError: What the folder is to lie in does not exist.
     """
-    path = Path(folder)
-    made = not path.exists()
-    path.mkdir(exist_ok=True)
+    path = Path(os.path.abspath(folder))
+    made = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
     descriptor = _locked(path, advice)
     try:
         yield
     finally:
-        if made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+        with contextlib.suppress(OSError):  # not one that the next run has made in its place, or that is in use
+            if descriptor is None or os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                for each in made:
+                    each.rmdir()
         if descriptor is not None:
             _held.discard(descriptor)
             os.close(descriptor)

@@ -6,6 +6,7 @@ equation stands first; where a faster way to the same numbers exists it stands b
 file ships with every saved model.
 """
 
+import contextlib
 import copy
 import math
 import os
@@ -665,7 +666,9 @@ def let_read_as_config(folder: Path) -> None:
     settings = folder / "config.json"
     if settings.is_file():
         for weights in folder.glob("*.safetensors"):
-            shutil.copymode(settings, weights)
+            with contextlib.suppress(OSError):  # another's file, or a file system without such rights
+                if (weights.stat().st_mode ^ settings.stat().st_mode) & 0o777:
+                    shutil.copymode(settings, weights)
 
 
 class VanillaTransformerStack(VanillaTransformerPreTrainedModel):

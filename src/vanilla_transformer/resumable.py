@@ -76,15 +76,15 @@ def write_in_parts(
         BlockingIOError: Another run makes the same output just now.
         OSError: A file cannot be read or written; finished parts stay.
     """
-    number, count = process_number()
     if source == "-" or not os.path.isfile(source):
         raise ValueError(f"a translation in parts needs a file as input, got {source}.")
     if output == "-" or (os.path.exists(output) and not os.path.isfile(output)):
         raise ValueError(f"a translation in parts needs a file as output, got {output}.")
     folder = Path(f"{output}.parts")
-    advice = "wait for its end, or give another --output."
-    with sole_writer(folder, advice) if number == 0 else contextlib.nullcontext():
-        work_in_parts(source, output, folder, settings, work, lines_per_part, poll_seconds)
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"no such folder: {folder.parent} (to write {Path(output).name} into)")
+    with contextlib.ExitStack() as rights:
+        work_in_parts(source, output, folder, settings, work, lines_per_part, poll_seconds, rights)
 
 
 def work_in_parts(
@@ -95,8 +95,9 @@ def work_in_parts(
     work: Callable[[list[str], int], Iterable[str]],
     lines_per_part: int,
     poll_seconds: float,
+    rights: contextlib.ExitStack,
 ) -> None:
-    """`write_in_parts`, whose folder of parts no other run writes into."""
+    """`write_in_parts`; the right to write into the folder of parts is among the `rights` that end with it."""
     number, count = process_number()
     changed = os.stat(source).st_mtime_ns
     run = {"source": fingerprint(source), "lines_per_part": lines_per_part, **settings}
@@ -108,7 +109,8 @@ def work_in_parts(
             raise ValueError(f"{source} was changed while it was translated; remove {folder} and start again.")
 
     with meetings() as meet:
-        if number == 0:
+        if number == 0:  # where it is refused, the others notice that it has gone
+            rights.enter_context(sole_writer(folder, "wait for its end, or give another --output."))
             claim(folder, run)
         meet()
         if number != 0:
@@ -253,16 +255,17 @@ def fingerprint(path: str) -> dict[str, Any]:
 def identity_of_model(name: str, revision: str | None = None) -> list[Any]:
     """What tells a model from another of the same name: names, sizes and times of a folder's files; a Hub's commit.
 
-    Files that say nothing of translations are left out: records, scores, logs, cards, pictures.
+    Those count that settings, weights and vocabularies are kept in, not records and scores.
     """
     if not os.path.isdir(name):
         path = cached_file(name, "config.json", revision=revision)
         return [name, Path(path).parent.name if path else None]
-    untold = ("training_run.json", "trainer_state.json", "results.json", ".md", ".log", ".png", ".tmp", ".lock")
+    told = (".json", ".safetensors", ".bin", ".onnx", ".data", ".spm", ".model", ".vocab", ".txt", ".jinja")
+    untold = ("training_run.json", "trainer_state.json", "results.json")
     files = sorted(
         file
         for file in Path(name).iterdir()
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(untold)
+        if file.is_file() and file.name.endswith(told) and not file.name.endswith(untold)
     )
     return [os.path.realpath(name), *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
 

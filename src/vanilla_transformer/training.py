@@ -224,10 +224,9 @@ class NothingButNumbers(TrainerCallback):
 
 
 class BestOfItsRun(TrainerCallback):
-    """Finds the best checkpoint of a run that goes on beside the one it goes on from.
+    """Finds the best checkpoint of a run that goes on, wherever the run has been moved or copied.
 
-    The trainer's state knows it by its path, at which, once the run has been moved or copied, there is nothing any
-    more, or another run.
+    The trainer's state knows it by its path, at which there may be nothing any more, or another run.
     """
 
     def __init__(self, trainer: "VanillaTransformerTrainer"):
@@ -235,15 +234,24 @@ class BestOfItsRun(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Called when the state has been read."""
-        if self.trainer.resumed_from is None or state.best_global_step is None:
+        resumed, recorded = self.trainer.resumed_from, self.trainer.best_before
+        if resumed is None or recorded is None:
             return
-        best = self.trainer.resumed_from.parent / f"checkpoint-{state.best_global_step}"
-        if best.is_dir():
+        beside = (resumed.parent, resumed.resolve().parent, Path(args.output_dir), Path(recorded).parent)
+        best = next(
+            (folder / Path(recorded).name for folder in beside if (folder / Path(recorded).name).is_dir()), None
+        )
+        if best is not None:
+            if state.best_model_checkpoint is None and args.should_log:  # the stock trainer has given it up
+                logger.warning(f"the best checkpoint so far is {best}")
             state.best_model_checkpoint = str(best)
             return
         state.best_model_checkpoint = state.best_global_step = state.best_metric = None
         if args.load_best_model_at_end and args.should_log:
-            logger.warning(f"{best}, the best checkpoint so far, is gone: a later one will be kept, or the last model")
+            logger.warning(
+                f"{Path(recorded).name}, the best checkpoint so far, is gone: a later one will be kept, or the last "
+                "model"
+            )
 
 
 class FixedBatches:
@@ -353,7 +361,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         super().__init__(model, args, *rest, **kwargs)
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # the stock trainer writes its own into what is saved
-        if self.args.learning_rate is None:
+        self._computes_peak = self.args.learning_rate is None
+        if self._computes_peak:
             self.args.learning_rate = self._peak_of_the_paper()
         has_collator = kwargs.get("data_collator") is not None or (len(rest) > 0 and rest[0] is not None)
         if not has_collator and hasattr(self.model, "config"):
@@ -380,6 +389,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         self._target_tokens_since = time.perf_counter()
         self.run = TrainingRun()
         self.resumed_from: Path | None = None
+        self.best_before: str | None = None
         self._resumed_at, self._record_at_resume = 0, TrainingRun()
         self._sentences = 0
         self._evaluation_steps: int | None = None
@@ -527,9 +537,11 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         # Read now: the checkpoint may be thrown away on the way.
         self._resumed_at, self._record_at_resume = 0, TrainingRun()
         self.resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self.best_before = None
         if resume_from_checkpoint:
             state = (Path(resume_from_checkpoint) / TRAINER_STATE).read_text(encoding="utf-8")
             self._resumed_at = json.loads(state)["global_step"]
+            self.best_before = json.loads(state).get("best_model_checkpoint")
             self._record_at_resume = TrainingRun.load(resume_from_checkpoint)
             self._check_shapes(Path(resume_from_checkpoint))
             self._compare_with(Path(resume_from_checkpoint))
@@ -585,9 +597,16 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         """Warns where the updates of a run that goes on are not those that it would have made undisturbed."""
         if self.args.should_log:
             now = copy.copy(self.run)
-            now.arguments, now.processes = changed_arguments(self.args), self.accelerator.num_processes
+            now.arguments, now.processes = self._arguments(), self.accelerator.num_processes
+            if self._computes_peak:  # which follows from --warmup_steps
+                now.arguments["learning_rate"] = self._record_at_resume.arguments.get("learning_rate")
             config = self.model.config if is_ours(self.model) else None
             warn_of_changes(checkpoint, self._record_at_resume, now, config)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Training arguments for the record, with the trainer's own."""
+        own = {} if self.tokens_per_batch is None else {"tokens_per_batch": self.tokens_per_batch}
+        return {**changed_arguments(self.args), **own}
 
     def _text_digest(self) -> str | None:
         """Of the lengths of the training text; None where they would have to be counted for it alone."""
@@ -618,7 +637,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             for name in ("source_lang", "target_lang", "preset", "config_overrides"):
                 setattr(run, name, getattr(run, name) or getattr(base, name))
         run.validation_pairs = number_of_rows(self.eval_dataset)
-        run.arguments = changed_arguments(self.args)
+        run.arguments = self._arguments()
         run.updates = self.state.global_step
         run.epochs = None if isinstance(self.train_dataset, TokenStream) else self.state.epoch
         run.target_tokens = int(self._target_tokens_of_run) + (before.target_tokens or 0 if known else 0) or None

@@ -483,7 +483,8 @@ def load_translator(
         raise ValueError(f"the weights in {name} cannot be used: {reason}") from error
     except OSError as error:
         for file in glob.glob(os.path.join(glob.escape(name), "*")):
-            if os.path.exists(file) and not os.access(file, os.R_OK):
+            needed = file.endswith((".json", ".safetensors", ".model", ".spm", ".txt", ".jinja"))
+            if needed and os.path.exists(file) and not os.access(file, os.R_OK):
                 raise PermissionError(f"cannot open the model {name}: no permission to read {file}") from error
         where = "" if os.path.isdir(name) else " (no folder of that name here, so it was looked for on the Hub)"
         raise OSError(f"cannot open the model {name}{where}: {error}") from error

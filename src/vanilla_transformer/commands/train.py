@@ -168,6 +168,9 @@ def main(argv: list[str]) -> int:
 def run_training(argv: list[str], started: float, memory: MemoryWatch, held: contextlib.ExitStack) -> int:
     """`main`, whose start and memory are being watched, and at whose end is let go what is `held`."""
     arguments, training_arguments = parse(argv)
+    if training_arguments.process_index == 0:
+        advice = "wait for its end, or give another --output_dir."
+        held.enter_context(sole_writer(str(training_arguments.output_dir), advice))
     set_seed(training_arguments.seed)
     if training_arguments.should_log:
         logging.get_logger("vanilla_transformer").setLevel(logging.INFO)
@@ -180,10 +183,6 @@ def run_training(argv: list[str], started: float, memory: MemoryWatch, held: con
     overwrite = arguments.overwrite_cache and training_arguments.process_index == 0
     with one_process_first("text", arguments, training_arguments):
         corpora, validation_pairs = open_corpora(arguments, overwrite)
-    if training_arguments.process_index == 0:
-        folder = Path(str(training_arguments.output_dir))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        held.enter_context(sole_writer(folder, "wait for its end, or give another --output_dir."))
     model, tokenizer = open_or_make_model(arguments, training_arguments, corpora)
     positions = position_limit(model)
     if positions is not None:
@@ -834,7 +833,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, given: str, checkpoint: 
     """Raises ValueError where the tokenizer given is not that of the checkpoint, which the weights belong to."""
     try:
         before = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError):  # it has none, or not all of its files
+    except (OSError, ValueError, KeyError, TypeError):  # it has none, or not all of it
         return
     if not same_tokenizer(before, tokenizer):
         raise ValueError(
