@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import Seq2SeqTrainingArguments
 from transformers.utils import logging
 
-from vanilla_transformer.hub import TrainingRun
+from vanilla_transformer.hub import STOCK_DEFAULTS, TrainingRun
 
 
 logger = logging.get_logger(__name__)
@@ -25,8 +24,6 @@ OTHER_UPDATES = ("lr_scheduler_type", "warmup_steps", "max_grad_norm", "bf16", "
 KEPT = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
 # Fields of the configuration that do not change what is trained, or that belong to the tokenizer.
 _INDIFFERENT_FIELDS = {"use_cache", "bos_token_id", "pad_token_id", "eos_token_id", "decoder_start_token_id"}
-
-_STOCK = {each.name: each.default for each in dataclasses.fields(Seq2SeqTrainingArguments)}
 
 
 def digest_of_lengths(lengths: list[np.ndarray]) -> str:
@@ -166,7 +163,7 @@ def _same(old: Any, new: Any) -> bool:
 
 def _value(run: TrainingRun, name: str) -> Any:
     """An argument of a run, whose record leaves out what is the default of transformers."""
-    default = _STOCK.get(name)
+    default = STOCK_DEFAULTS.get(name)
     return run.arguments.get(name, None if default is dataclasses.MISSING else getattr(default, "value", default))
 
 

@@ -127,6 +127,9 @@ UNTOLD_ARGUMENTS = re.compile(
     r"accelerator_config|dataloader_.*|greater_is_better|log_level.*|logging_.*|.*deepspeed.*"
 )
 
+# What a record leaves out.
+STOCK_DEFAULTS = {each.name: each.default for each in dataclasses.fields(Seq2SeqTrainingArguments)}
+
 
 @dataclass
 class TrainingRun:
@@ -268,11 +271,10 @@ def hardware() -> str:
 def changed_arguments(arguments: TrainingArguments) -> dict[str, Any]:
     """Training arguments whose value is not transformers' default, without paths, names of runs and tokens."""
     changed: dict[str, Any] = {}
-    stock = {each.name: each.default for each in dataclasses.fields(Seq2SeqTrainingArguments)}
     values = arguments.to_dict()
     for each in dataclasses.fields(arguments):
         value = values.get(each.name)
-        default = stock.get(each.name)
+        default = STOCK_DEFAULTS.get(each.name)
         if default is dataclasses.MISSING or value in (default, None, [], {}) or UNTOLD_ARGUMENTS.fullmatch(each.name):
             continue
         if (default is None and value is False) or isinstance(value, dict):

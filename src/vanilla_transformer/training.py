@@ -309,6 +309,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
     - a run whose loss or gradient is no finite number stops before the update, instead of going on with lost weights;
     - a checkpoint that cannot be written, and a worker of the data loader that dies, stop it in one line that names
       the last whole checkpoint;
+    - a run that goes on is told in what it is another one, and finds its best checkpoint where it has been moved;
     - a checkpoint that is not whole is never resumed from, and learned positions that are too few for the data are
       told before the first update;
     - `label_smoothing_factor` is refused: smoothing is the model's (`config.label_smoothing`), and only in training.
@@ -539,9 +540,8 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
         self.resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self.best_before = None
         if resume_from_checkpoint:
-            state = (Path(resume_from_checkpoint) / TRAINER_STATE).read_text(encoding="utf-8")
-            self._resumed_at = json.loads(state)["global_step"]
-            self.best_before = json.loads(state).get("best_model_checkpoint")
+            state = json.loads((Path(resume_from_checkpoint) / TRAINER_STATE).read_text(encoding="utf-8"))
+            self._resumed_at, self.best_before = state["global_step"], state.get("best_model_checkpoint")
             self._record_at_resume = TrainingRun.load(resume_from_checkpoint)
             self._check_shapes(Path(resume_from_checkpoint))
             self._compare_with(Path(resume_from_checkpoint))
