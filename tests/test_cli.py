@@ -127,15 +127,18 @@ def test_help_and_wrong_arguments_answer_without_torch(capsys, argv, code, strea
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="children's processor time is not counted there")
 def test_help_answers_within_a_second():
-    quickest = min(_seconds_of_help() for _ in range(3))
-    assert quickest < 1
+    """Of the processor's time, which other work on the machine leaves alone."""
+    quickest = min(_processor_seconds_of_help() for _ in range(3))
+    assert 0 < quickest < 1
 
 
-def _seconds_of_help() -> float:
-    began = time.perf_counter()
+def _processor_seconds_of_help() -> float:
+    before = os.times()
     subprocess.run([sys.executable, CLI_FILE, "translate", "--help"], capture_output=True, check=True)
-    return time.perf_counter() - began
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def test_every_verb_is_named_in_the_help(capsys):

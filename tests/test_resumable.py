@@ -352,13 +352,39 @@ def test_a_translation_that_is_killed_goes_on_where_it_stopped(model, tmp_path, 
             process.send_signal(ends_by)
         errors = process.communicate(timeout=120)[1]
         assert "Traceback" not in errors
-        if output.exists():
+        if process.returncode == 0:
             break
         interrupted += 1
-        assert len(list(parts.glob("part-*"))) > before, "each attempt must bring the work forward"
+        if not output.exists():  # else the signal came between the last part and the end, or while parts were removed
+            assert len(list(parts.glob("part-*"))) > before, "each attempt must bring the work forward"
+    assert process.returncode == 0
     assert interrupted >= 2
     assert cli.main([*common, "--output", str(tmp_path / "alone")]) == 0
     assert output.read_bytes() == (tmp_path / "alone").read_bytes()
+    assert not parts.exists()
+
+
+@pytest.mark.parametrize("removed", [0, 1, 3])
+def test_a_run_that_is_killed_when_all_is_done_is_only_tidied_up_by_the_next(source, tmp_path, monkeypatch, removed):
+    """Between the output's appearance and the end of its parts; `removed` of three parts are gone already."""
+    output = tmp_path / "out"
+    parts = Path(f"{output}.parts")
+
+    def is_killed(folder):
+        for part in range(removed):
+            (folder / f"part-{part:06d}").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resumable, "clear", is_killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_in_parts(source, str(output), {}, Doubling(), lines_per_part=4)
+    assert output.read_text() == doubled()
+    assert len(list(parts.glob("part-*"))) == 3 - removed
+    again = Doubling()
+    write_in_parts(source, str(output), {}, again, lines_per_part=4)
+    assert again.asked == [1, 5, 9][:removed]
+    assert output.read_text() == doubled()
     assert not parts.exists()
 
 

@@ -163,7 +163,7 @@ def test_one_makes_the_table_and_the_other_waits_for_it(tmp_path, tiny_tokenizer
     def slowly(batch, tokenizer):
         batches.append(batch)
         begun.set()
-        may_end.wait(10)
+        may_end.wait(60)
         return real(batch, tokenizer)
 
     monkeypatch.setattr(data, "encode_batch", slowly)
@@ -173,12 +173,12 @@ def test_one_makes_the_table_and_the_other_waits_for_it(tmp_path, tiny_tokenizer
 
     workers = [threading.Thread(target=work) for _ in range(2)]
     workers[0].start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     workers[1].start()
     time.sleep(0.1)
     may_end.set()
     for worker in workers:
-        worker.join(10)
+        worker.join(60)
     assert results == [by_hand(tiny_tokenizer)] * 2
     assert len(batches) == 8
 
@@ -205,7 +205,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pairs, rows_per_part", [(6_000, 1_000), (250_000, 50_000)])
+@pytest.mark.parametrize("pairs, rows_per_part", [(60_000, 10_000), (250_000, 50_000)])
 def test_a_killed_encoding_goes_on_in_two_processes(tmp_path, tiny_tokenizer, monkeypatch, pairs, rows_per_part):
     """SIGKILL, after the first part is there: no process stays behind, and the parts that were done are kept."""
     lines = [LINES[number % 30] for number in range(pairs)]
