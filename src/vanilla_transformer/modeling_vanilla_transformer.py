@@ -64,8 +64,9 @@ if "num_hidden_layers_key" in OutputRecorder.__dataclass_fields__:
 
 # How the names of the matrices that section 3.4 makes one end.
 WORD_MATRICES = ("embed_tokens.weight", "lm_head.weight")
-# Up to this many keys the matrix products of equation (1) beat the CPU kernel of scaled_dot_product_attention.
-MAX_KEYS_FOR_MATRIX_PRODUCTS = 512
+# Up to this many keys the matrix products of equation (1) beat the CPU kernel of scaled_dot_product_attention, which
+# is slow at gradients in half precision, and otherwise wins where the scores would fill new memory.
+MAX_KEYS_FOR_MATRIX_PRODUCTS = {"training in half precision": 512, "otherwise": 48}
 # The halves of the model that may be saved on their own, with their names in the whole one; and what has both.
 PARTS = {"VanillaTransformerEncoder": "encoder", "VanillaTransformerDecoder": "decoder"}
 WHOLES = ("VanillaTransformerModel", "VanillaTransformerForConditionalGeneration")
@@ -152,7 +153,7 @@ def fast_scaled_dot_product_attention(
     Returns:
         `torch.Tensor` of shape `(batch, num_heads, target_length, d_v)`.
     """
-    if mask is not None and mask.dtype == torch.bool and matrix_products_are_faster(mask):
+    if mask is not None and mask.dtype == torch.bool and matrix_products_are_faster(mask, query, dropout_p > 0.0):
         # Some query may attend to nothing. The other rows get the very numbers that they get without it.
         keyless = ~mask.any(dim=-1, keepdim=True)
         added = added_to_scores(mask | keyless, key.shape[-2])
@@ -167,11 +168,16 @@ def fast_scaled_dot_product_attention(
     return torch.matmul(dropout(weights, dropout_p, training=dropout_p > 0.0), value)
 
 
-def matrix_products_are_faster(mask: torch.Tensor) -> bool:
-    """Whether two matrix products beat the fused kernel: on a CPU, up to `MAX_KEYS_FOR_MATRIX_PRODUCTS` keys."""
+def matrix_products_are_faster(mask: torch.Tensor, x: torch.Tensor, training: bool) -> bool:
+    """Whether two matrix products beat the fused kernel: on a CPU, up to `MAX_KEYS_FOR_MATRIX_PRODUCTS` keys.
+
+    Whether gradients are wanted does not matter: gradient checkpointing wants them the second time only, and both
+    times must be computed alike.
+    """
     if mask.device.type != "cpu" or torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
-    return mask.shape[-1] <= MAX_KEYS_FOR_MATRIX_PRODUCTS
+    halves = training and precision_of_products(x).itemsize < 4
+    return mask.shape[-1] <= MAX_KEYS_FOR_MATRIX_PRODUCTS["training in half precision" if halves else "otherwise"]
 
 
 def added_to_scores(mask: torch.Tensor, keys: int) -> torch.Tensor:
@@ -180,23 +186,29 @@ def added_to_scores(mask: torch.Tensor, keys: int) -> torch.Tensor:
     return torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
 
 
-def fast_mask(mask: torch.Tensor) -> torch.Tensor:
+def fast_mask(mask: torch.Tensor, x: torch.Tensor, training: bool) -> torch.Tensor:
     """The form of a boolean mask that `fast_scaled_dot_product_attention` is fastest with, made once for all layers.
 
-    Where `matrix_products_are_faster` that is a tensor to add to the scores, provided that every query may attend to
-    something (a softmax over minus infinity alone is not a number); else the mask itself.
+    `x` is what the layers take. Where `matrix_products_are_faster` that is a tensor to add to the scores, provided
+    that every query may attend to something (a softmax over minus infinity alone is not a number); else the mask
+    itself.
     """
-    if not matrix_products_are_faster(mask) or not bool(mask.any(dim=-1).all()):
+    if not matrix_products_are_faster(mask, x, training) or not bool(mask.any(dim=-1).all()):
         return mask
     return added_to_scores(mask, mask.shape[-1])
 
 
-def in_autocast_precision(x: torch.Tensor) -> torch.Tensor:
-    """`x` in the precision that autocast would cast it to for each projection anew; `x` itself without autocast."""
+def precision_of_products(x: torch.Tensor) -> torch.dtype:
+    """What autocast makes of `x` in each projection; its own without autocast."""
     device_type = x.device.type
     if x.dtype == torch.float32 and torch.is_autocast_enabled(device_type):
-        return x.to(torch.get_autocast_dtype(device_type))
-    return x
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
+def in_autocast_precision(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the precision that autocast would cast it to for each projection anew; `x` itself without autocast."""
+    return x.to(precision_of_products(x))
 
 
 class MultiHeadAttention(nn.Module):
@@ -713,7 +725,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         """The mask in the form that the attention implementation in force takes."""
         if mask is None or self.config._attn_implementation == "eager" or kwargs.get("output_attentions"):
             return mask
-        return fast_mask(mask)
+        return fast_mask(mask, x, self.training)
 
 
 class VanillaTransformerEncoder(VanillaTransformerStack):

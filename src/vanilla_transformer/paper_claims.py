@@ -84,7 +84,7 @@ def attend(
         return scaled_dot_product_attention(query, key, value, mask)[0]
     if path == "products":
         everywhere = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
-        mask = fast_mask(everywhere if mask is None else mask)
+        mask = fast_mask(everywhere if mask is None else mask, query, training=False)
     return fast_scaled_dot_product_attention(query, key, value, mask)
 
 
