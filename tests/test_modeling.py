@@ -320,7 +320,7 @@ def test_fused_and_written_out_attention_agree_in_forward_and_gradients(rows, so
         assert_same_gradients(results[1][1], results[0][1])
 
 
-@pytest.mark.parametrize("keys", [1, 15, 16, 17])
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, 49])
 @pytest.mark.parametrize("shape", [(3, 1, 1, "keys"), (1, 1, 5, "keys"), (3, 2, 5, 1)])
 def test_a_mask_of_any_shape_hides_the_same_of_few_keys_as_of_many(keys, shape):
     """Rows shorter than the processor's vectors are filled up; equation (1) in float64 knows nothing of that."""
