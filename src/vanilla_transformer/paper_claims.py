@@ -18,7 +18,7 @@ from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForC
 from vanilla_transformer.modeling_vanilla_transformer import (
     FeedForward,
     MultiHeadAttention,
-    fast_mask,
+    added_to_scores,
     fast_scaled_dot_product_attention,
     scaled_dot_product_attention,
     sinusoidal_encoding,
@@ -84,7 +84,7 @@ def attend(
         return scaled_dot_product_attention(query, key, value, mask)[0]
     if path == "products":
         everywhere = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
-        mask = fast_mask(everywhere if mask is None else mask, query, training=False)
+        mask = added_to_scores(everywhere if mask is None else mask, key.shape[-2])
     return fast_scaled_dot_product_attention(query, key, value, mask)
 
 
