@@ -42,6 +42,7 @@ from vanilla_transformer import (
 )
 from vanilla_transformer.modeling_vanilla_transformer import (
     DECODER_DEPTH,
+    MAX_KEYS_FOR_MATRIX_PRODUCTS,
     fast_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
@@ -320,7 +321,7 @@ def test_fused_and_written_out_attention_agree_in_forward_and_gradients(rows, so
         assert_same_gradients(results[1][1], results[0][1])
 
 
-@pytest.mark.parametrize("keys", [1, 15, 16, 17, 49])
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, MAX_KEYS_FOR_MATRIX_PRODUCTS["otherwise"] + 1])
 @pytest.mark.parametrize("shape", [(3, 1, 1, "keys"), (1, 1, 5, "keys"), (3, 2, 5, 1)])
 def test_a_mask_of_any_shape_hides_the_same_of_few_keys_as_of_many(keys, shape):
     """Rows shorter than the processor's vectors are filled up; equation (1) in float64 knows nothing of that."""
@@ -330,6 +331,35 @@ def test_a_mask_of_any_shape_hides_the_same_of_few_keys_as_of_many(keys, shape):
     scores = (query @ key.transpose(2, 3) / 2).masked_fill(~mask.expand(3, 2, 5, keys), -torch.inf)
     expected = torch.softmax(scores, dim=-1).nan_to_num() @ value  # nothing for a query without a key
     assert_close(fast_scaled_dot_product_attention(query, key, value, mask), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradient_checkpointing_computes_long_rows_the_same_way_twice(reentrant, autocast):
+    """Between the two limits of the matrix products, with dropout: another way would draw other masks."""
+    results = []
+    for checkpointing in (False, True):
+        model = small_model(std=0.2, d_model=32, dropout=0.3, attention_dropout=0.3).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        batch = {"input_ids": words(2, 90), "labels": words(2, 70, seed=1)}
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            results.append(loss_and_gradients(model, batch))
+    assert_close(results[1][0], results[0][0])
+    assert_same_gradients(results[1][1], results[0][1], 1e-2 if autocast else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys, training, autocast, products",
+    [(48, False, False, True), (49, True, False, False), (49, False, True, False), (49, True, True, True)],
+)
+def test_matrix_products_are_taken_where_they_are_faster(keys, training, autocast, products):
+    model = small_model().train(training).get_encoder()
+    mask, x = torch.ones(2, 1, 1, keys, dtype=torch.bool), torch.zeros(2, keys, model.config.d_model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        taken = model.mask_for_layers(mask, x)
+    assert (taken.dtype == torch.float32) == products
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
