@@ -1983,12 +1983,17 @@ if trainer.is_world_process_zero():
     rows = [[t for t in row if t not in (-100, 1)] for row in output.predictions.tolist()]
     labels = [[t for t in row if t != -100] for row in output.label_ids.tolist()]
     print("RESULT", json.dumps([trainer.args.world_size, rows, labels, output.metrics["test_loss"],
-          output.metrics["test_segments"], output.metrics["test_distinct"]]))
+          output.metrics["test_segments"], output.metrics["test_distinct"]]), flush=True)
+trainer.accelerator.wait_for_everyone()
+trainer.accelerator.end_training()
 """
 
 
 def launch(processes: int, arguments: list[str]) -> str:
-    """Runs a script in one process, or in several under torchrun on this machine; returns its standard output."""
+    """Runs a script in one process, or in several under torchrun on this machine; returns its standard output.
+
+    The script has to end its process group: gloo's threads may still hold a tensor when the interpreter goes, and abort.
+    """
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]

@@ -747,6 +747,8 @@ model, trainer = one_update(cls, Path(sys.argv[1]), 2, 2, model=model,
                             average_tokens_across_devices=sys.argv[3] == "True")
 torch.save([model.state_dict(), [row for batch in seen for row in rows_of(batch)]],
            sys.argv[1] + f"/rank{{trainer.args.process_index}}.pt")
+trainer.accelerator.wait_for_everyone()
+trainer.accelerator.end_training()
 """
 
 
