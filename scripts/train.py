@@ -1,5 +1,6 @@
-"""Launcher for several processes: `accelerate launch scripts/train.py ...`, or with `torchrun --nproc_per_node 2`.
+"""Launcher for several processes: `accelerate launch scripts/train.py ...`, or `torchrun --nproc_per_node 2`.
 
+Without GPUs, accelerate starts several processes if told `--multi_gpu --num_processes 2`, and else one.
 Takes what `vanilla-transformer train` takes.
 """
 

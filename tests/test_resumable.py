@@ -310,20 +310,47 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **changes}
 
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node")
+ACCELERATE = ("accelerate.commands.launch", "--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1")
+SEVERAL_OF_ACCELERATE = (*ACCELERATE, "--multi_gpu", "--main_process_port", "0", "--num_processes")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, lines", [(2, 9000), (3, 2500)])
-def test_several_processes_share_a_file_and_the_lines_are_in_order(model, tmp_path, processes, lines):
+@pytest.mark.parametrize(
+    "launcher, processes, lines",
+    [(TORCHRUN, 2, 9000), (TORCHRUN, 3, 2500), (SEVERAL_OF_ACCELERATE, 2, 2500)],
+)
+def test_several_processes_share_a_file_and_the_lines_are_in_order(model, tmp_path, launcher, processes, lines):
     """Also one more process than there are parts."""
     source = tmp_path / "source.txt"
     source.write_text("".join(f"{line}\n" for line in sentences(lines)), encoding="utf-8")
     common = ["--model", str(model), "--num_beams", "1", "--input", str(source)]
     assert cli.main(["translate", *common, "--output", str(tmp_path / "alone")]) == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launch = [sys.executable, "-m", *launcher, str(processes)]
     command = [*launch, str(ROOT / "scripts" / "translate.py"), *common, "--output", str(tmp_path / "shared")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
+    assert "has started one process" not in done.stderr
     assert (tmp_path / "shared").read_bytes() == (tmp_path / "alone").read_bytes()
     assert not (tmp_path / "shared.parts").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [1, 2])
+def test_accelerate_that_starts_one_process_of_two_on_a_processor_is_told(model, tmp_path, asked):
+    """It does so without a word of its own."""
+    source, output = tmp_path / "source.txt", tmp_path / "output"
+    source.write_text("a dog sleeps\n", encoding="utf-8")
+    launch = [sys.executable, "-m", *ACCELERATE, "--cpu", "--num_processes", str(asked)]
+    translate = [str(ROOT / "scripts" / "translate.py"), "--model", str(model), "--input", str(source)]
+    done = subprocess.run(
+        [*launch, *translate, "--output", str(output)], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(output.read_text(encoding="utf-8").splitlines()) == 1
+    assert done.stderr.count("accelerate launch has started one process") == asked - 1
 
 
 def heed_signals() -> None:

@@ -162,6 +162,22 @@ def test_what_is_printed_at_the_end_are_the_results(tmp_path, files, capsys):
     assert {"train_loss", "eval_loss", "eval_bleu", "eval_chrf"} == set(json.loads(last.split(": ", 1)[1]))
 
 
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({}, True),
+        ({"MASTER_ADDR": None}, False),  # one process was asked for
+        ({"ACCELERATE_MIXED_PRECISION": None}, False),  # not by accelerate launch
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, False),  # MPI started it
+    ],
+)
+def test_a_process_that_accelerate_started_alone_is_told(tmp_path, files, caplog, monkeypatch, changes, told):
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no", **changes}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    assert train(*flags(files, "--train"), *SMALL, *QUICK, "--max_steps", "1", "--output_dir", tmp_path / "model") == 0
+    assert told == any("accelerate launch has started one process" in each.getMessage() for each in caplog.records)
+
+
 def test_a_run_without_validation(tmp_path, files):
     output = tmp_path / "model"
     assert train(*flags(files, "--train"), *SMALL, *QUICK, "--max_steps", "3", "--output_dir", output) == 0
@@ -853,8 +869,8 @@ def test_a_killed_run_resumes_bit_identically_in_a_new_process(tmp_path, files):
     assert len(histories[0]) == 40
 
 
-def launched(processes: int, *arguments) -> None:
-    """scripts/train.py in one process, or in several under torchrun with gloo, on the processor."""
+def launched(processes: int, *arguments) -> str:
+    """Standard error of scripts/train.py in one process, or in several under torchrun with gloo, on the processor."""
     script = Path(__file__).resolve().parents[1] / "scripts" / "train.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(Path(vanilla_transformer_cli.__file__).parent)
@@ -865,6 +881,7 @@ def launched(processes: int, *arguments) -> None:
     command += map(str, arguments)
     result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
     assert result.returncode == 0, result.stderr
+    return result.stderr
 
 
 @pytest.mark.slow
@@ -874,7 +891,8 @@ def test_two_processes_equal_one_with_accumulation_of_two(tmp_path, files):
     common += ["--eval_strategy", "steps", "--eval_steps", "6", "--save_strategy", "no", "--learning_rate", "0.001"]
     common[common.index("dropout=0.1")] = "dropout=0.0"
     launched(1, *common, "--gradient_accumulation_steps", "2", "--output_dir", tmp_path / "one")
-    launched(2, *common, "--output_dir", tmp_path / "two")
+    told = launched(2, *common, "--output_dir", tmp_path / "two")
+    assert "find_unused_parameters" not in told  # torch looks for none, and does not say that there are none
     histories = [trainer_state(tmp_path / name)["log_history"] for name in ("one", "two")]
     for key in ("loss", "learning_rate", "eval_loss", "eval_bleu", "eval_chrf", "eval_generated_length"):
         one, two = ([entry[key] for entry in history if key in entry] for history in histories)

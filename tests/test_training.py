@@ -1992,7 +1992,8 @@ trainer.accelerator.end_training()
 def launch(processes: int, arguments: list[str]) -> str:
     """Runs a script in one process, or in several under torchrun on this machine; returns its standard output.
 
-    The script has to end its process group: gloo's threads may still hold a tensor when the interpreter goes, and abort.
+    The script has to end its process group: gloo's threads may still hold a tensor when the interpreter goes, which
+    aborts.
     """
     launcher = [sys.executable]
     if processes > 1:

@@ -44,6 +44,20 @@ def process_number() -> tuple[int, int]:
     return number, count
 
 
+def warn_if_alone() -> None:
+    """Says so where `accelerate launch` was asked for several processes and started this one only.
+
+    Without a GPU it starts a single one, unless MPI does it; what it then sets, and what it leaves unset, tells.
+    """
+    others = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+    if launched and not any(name in os.environ for name in others):
+        logger.warning(
+            "accelerate launch has started one process, as it does without a GPU however many it is asked for; "
+            "`accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc_per_node N` starts N of them there"
+        )
+
+
 def local_device() -> str | None:
     """The GPU of this process among several on a machine; None where it is the only one, or there is no GPU."""
     if process_number()[1] == 1 or not torch.cuda.is_available():
@@ -270,4 +284,4 @@ def identity_of_model(name: str, revision: str | None = None) -> list[Any]:
     return [os.path.realpath(name), *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
 
 
-__all__ = ["LINES_PER_PART", "process_number", "write_in_parts"]
+__all__ = ["LINES_PER_PART", "process_number", "warn_if_alone", "write_in_parts"]

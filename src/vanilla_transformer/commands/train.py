@@ -26,6 +26,7 @@ from vanilla_transformer.hub import TrainingRun, name_of_base, record_of
 from vanilla_transformer.locks import sole_writer
 from vanilla_transformer.mixing import Mixture, check_weights
 from vanilla_transformer.preparation import FirstBatch, MemoryWatch
+from vanilla_transformer.resumable import warn_if_alone
 from vanilla_transformer.shards import cache_folder, usable_cores
 from vanilla_transformer.streaming import SHUFFLE_BUFFER_SIZE, PairStream, TokenStream, first_texts, stream_pairs
 from vanilla_transformer.tokenization import train_tokenizer
@@ -180,6 +181,9 @@ def run_training(argv: list[str], started: float, memory: MemoryWatch, held: con
         logger.warning(
             f"this machine multiplies bfloat16 matrices at {gain:.0%} of float32's speed: --bf16 false is faster"
         )
+    warn_if_alone()
+    if training_arguments.ddp_find_unused_parameters is None:
+        training_arguments.ddp_find_unused_parameters = False  # each weight has a part in the loss
     overwrite = arguments.overwrite_cache and training_arguments.process_index == 0
     with one_process_first("text", arguments, training_arguments):
         corpora, validation_pairs = open_corpora(arguments, overwrite)

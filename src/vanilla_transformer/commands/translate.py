@@ -11,7 +11,13 @@ from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data import read_lines
-from vanilla_transformer.resumable import identity_of_model, local_device, process_number, write_in_parts
+from vanilla_transformer.resumable import (
+    identity_of_model,
+    local_device,
+    process_number,
+    warn_if_alone,
+    write_in_parts,
+)
 from vanilla_transformer.translation import Hypothesis, json_line, load_translator, open_output, translate_lines
 from vanilla_transformer_cli import translate_parser
 
@@ -32,6 +38,7 @@ def main(argv: list[str]) -> int:
     if arguments.token_probabilities and arguments.output_format != "jsonl":
         raise ValueError("--token_probabilities needs --output_format jsonl; text has no column for them.")
     transformers_logging.disable_progress_bar()
+    warn_if_alone()
     in_parts = arguments.resumable or process_number()[1] > 1
     if in_parts:
         translate_in_parts(arguments)
