@@ -893,6 +893,7 @@ def test_two_processes_equal_one_with_accumulation_of_two(tmp_path, files):
     launched(1, *common, "--gradient_accumulation_steps", "2", "--output_dir", tmp_path / "one")
     told = launched(2, *common, "--output_dir", tmp_path / "two")
     assert "find_unused_parameters" not in told  # torch looks for none, and does not say that there are none
+    assert "%|" not in told  # no progress bar in a log
     histories = [trainer_state(tmp_path / name)["log_history"] for name in ("one", "two")]
     for key in ("loss", "learning_rate", "eval_loss", "eval_bleu", "eval_chrf", "eval_generated_length"):
         one, two = ([entry[key] for entry in history if key in entry] for history in histories)

@@ -175,8 +175,9 @@ def run_training(argv: list[str], started: float, memory: MemoryWatch, held: con
     set_seed(training_arguments.seed)
     if training_arguments.should_log:
         logging.get_logger("vanilla_transformer").setLevel(logging.INFO)
-    if not sys.stderr.isatty():
-        disable_progress_bars()  # in a log, or beside an error, they are only noise
+    if training_arguments.disable_tqdm or not sys.stderr.isatty():  # in a log, or beside an error, only noise
+        disable_progress_bars()
+        logging.disable_progress_bar()  # of transformers, where it writes weights
     if training_arguments.bf16 and training_arguments.should_log and (gain := bfloat16_gain()) < 0.9:
         logger.warning(
             f"this machine multiplies bfloat16 matrices at {gain:.0%} of float32's speed: --bf16 false is faster"
