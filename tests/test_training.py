@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import pickle
+import platform
 import random
 import re
 import shutil
@@ -48,6 +49,7 @@ from vanilla_transformer.training import (
     VanillaTransformerTrainingArguments,
     bfloat16_gain,
     fault_of_checkpoint,
+    give_back_freed_memory,
     keep_freed_memory,
     last_whole_checkpoint,
     learning_rate_at,
@@ -1895,10 +1897,54 @@ def test_freed_memory_is_kept_only_where_there_is_glibc(monkeypatch):
     monkeypatch.setattr(training.ctypes, "CDLL", lambda name: loaded.append(name) or object())
     monkeypatch.setattr(training.sys, "platform", "darwin")
     keep_freed_memory()
+    give_back_freed_memory()
     assert loaded == []
     monkeypatch.setattr(training.sys, "platform", "linux")
     keep_freed_memory()  # a C library without mallopt, as musl's: nothing happens
     assert loaded == [None]
+    give_back_freed_memory()  # and without malloc_trim
+    assert loaded == [None, None]
+
+
+def test_freed_memory_goes_back_to_the_system():
+    """Half of many blocks is freed, none of it at the heap's end, from where alone glibc gives back by itself."""
+    script = """
+import ctypes, re
+from vanilla_transformer.training import give_back_freed_memory, keep_freed_memory
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+
+keep_freed_memory()
+give_back_freed_memory()  # what the imports have left
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+blocks = [libc.malloc(2**20) for _ in range(200)]
+for block in blocks:
+    ctypes.memset(block, 1, 2**20)
+for block in blocks[:-1:2]:
+    libc.free(block)
+before = resident()
+give_back_freed_memory()
+print(before, resident())
+"""
+    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
+        pytest.skip("freed memory is kept with glibc only")
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    before, after = map(int, told.stdout.split())
+    assert 80 <= before - after <= 120
+
+
+def test_a_long_run_gives_memory_back_now_and_then(tmp_path, monkeypatch):
+    given_back = []
+    args = arguments(tmp_path, max_steps=5)
+    trainer = VanillaTransformerTrainer(small_model(), args, train_dataset=random_pairs(MANY))
+    monkeypatch.setattr(training, "UPDATES_UNTIL_MEMORY_IS_GIVEN_BACK", 2)
+    monkeypatch.setattr(training, "give_back_freed_memory", lambda: given_back.append(trainer.state.global_step))
+    trainer.train()
+    trainer.args.max_steps = 7
+    trainer.train()  # from the beginning; the callback is still there, once
+    assert given_back == [2, 4, 2, 4, 6]
 
 
 @pytest.mark.parametrize(

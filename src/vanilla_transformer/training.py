@@ -60,6 +60,9 @@ from vanilla_transformer.translation import length_batches
 
 logger = logging.get_logger(__name__)
 
+# Some minutes of a tiny model on a CPU, beside which the page faults that follow do not count.
+UPDATES_UNTIL_MEMORY_IS_GIVEN_BACK = 250
+
 
 def learning_rate_at(update: int, d_model: int, warmup_steps: int = 4000, factor: float = 1.0) -> float:
     """factor * d_model^-0.5 * min(update^-0.5, update * warmup_steps^-1.5).
@@ -223,6 +226,15 @@ class NothingButNumbers(TrainerCallback):
         self.trainer.check_update()
 
 
+class GivesBackMemory(TrainerCallback):
+    """Gives freed memory back to the system now and then while a CPU trains; see `give_back_freed_memory`."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Called after each update."""
+        if args.device.type == "cpu" and state.global_step % UPDATES_UNTIL_MEMORY_IS_GIVEN_BACK == 0:
+            give_back_freed_memory()
+
+
 class BestOfItsRun(TrainerCallback):
     """Finds the best checkpoint of a run that goes on, wherever the run has been moved or copied.
 
@@ -373,6 +385,7 @@ class VanillaTransformerTrainer(Seq2SeqTrainer):
             self.add_callback(EpochOfCollator(self.data_collator))
         self.add_callback(NothingButNumbers(self))
         self.add_callback(BestOfItsRun(self))
+        self.add_callback(GivesBackMemory())
         self._loss_of_update: Any = 0.0
         self._measures_bleu = (
             self.compute_metrics is None and self.args.predict_with_generate and self.processing_class is not None
@@ -1262,6 +1275,18 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
+def give_back_freed_memory() -> None:
+    """Gives the free pages that glibc keeps, by `keep_freed_memory`, back to the system, once.
+
+    Blocks of changing sizes leave ever more of the heap touched and free; what is needed again is fetched again, and
+    the rest is not.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def keep_few_kernels() -> None:
     """Lets oneDNN, with which torch multiplies bfloat16 matrices on a CPU, keep 128 kernels instead of 1,024.
 
@@ -1305,6 +1330,7 @@ __all__ = [
     "VanillaTransformerTrainingArguments",
     "bfloat16_gain",
     "fault_of_checkpoint",
+    "give_back_freed_memory",
     "keep_few_kernels",
     "keep_freed_memory",
     "last_whole_checkpoint",
