@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +34,8 @@ from transformers import (
     Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LabelSmoother
@@ -1945,6 +1948,15 @@ def test_a_long_run_gives_memory_back_now_and_then(tmp_path, monkeypatch):
     trainer.args.max_steps = 7
     trainer.train()  # from the beginning; the callback is still there, once
     assert given_back == [2, 4, 2, 4, 6]
+
+
+@pytest.mark.parametrize("device, calls", [("cpu", 1), ("meta", 0)])
+def test_memory_is_given_back_only_where_a_processor_trains(monkeypatch, device, calls):
+    given_back = []
+    monkeypatch.setattr(training, "give_back_freed_memory", lambda: given_back.append(1))
+    state = TrainerState(global_step=training.UPDATES_UNTIL_MEMORY_IS_GIVEN_BACK)
+    training.GivesBackMemory().on_step_end(SimpleNamespace(device=torch.device(device)), state, TrainerControl())
+    assert len(given_back) == calls
 
 
 @pytest.mark.parametrize(

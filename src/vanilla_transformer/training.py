@@ -1263,8 +1263,8 @@ def keep_freed_memory() -> None:
     """Lets glibc keep freed memory instead of returning it to the system.
 
     Batches of changing shape make torch ask for blocks of some megabytes many times in an update; handed back and
-    fetched again, each costs page faults, which on a CPU take longer than the arithmetic on them. Elsewhere this does
-    nothing.
+    fetched again, each costs page faults, which on a CPU take longer than the arithmetic on them. Now and then the
+    trainer gives it back all the same: `give_back_freed_memory`. Elsewhere this does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
